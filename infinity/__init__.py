@@ -1,0 +1,1 @@
+"""infinity: train PyTorch models larger than accelerator memory, and larger than RAM."""

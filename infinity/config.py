@@ -1,0 +1,180 @@
+"""``Config``: every choice a user can make, in one place, validated in one place.
+
+Budgets are hard: they bound what the engine leases from a tier, and they are refused at start if one unit of the model
+does not fit. Unknown keys are refused by name, from keywords, dictionaries and JSON files alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
+
+from infinity.errors import ConfigError
+
+Precision = Literal["fp32", "bf16"]
+BackendName = Literal["auto", "threads", "aiofiles"]
+
+_MIB = 1 << 20
+
+
+def _debug_from_environment() -> bool:
+    value = os.environ.get("INFINITY_DEBUG", "0").strip().lower()
+    if value in {"", "0", "false", "no", "off"}:
+        return False
+    if value in {"1", "true", "yes", "on"}:
+        return True
+    raise ConfigError(f"environment variable INFINITY_DEBUG: expected 0 or 1, got {value!r}")
+
+
+def _refuse_bool_bytes(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("expected a number of bytes or a string such as '20GiB'")  # noqa: TRY004 - pydantic's protocol
+    return value
+
+
+def _one_path_is_a_list(value: object) -> object:
+    return [value] if isinstance(value, (str, os.PathLike)) else value
+
+
+Bytes = Annotated[ByteSize, BeforeValidator(_refuse_bool_bytes), Field(ge=0)]
+Paths = Annotated[tuple[Path, ...], BeforeValidator(_one_path_is_a_list)]
+
+
+class Config(BaseModel):
+    """Where state may live, how much of it, and how it moves.
+
+    Build it from keywords (``Config(hbm="2GiB", ram="8GiB", nvme="/mnt/nvme0")``), from a dictionary
+    (``Config.from_dict``) or from a JSON file (``Config.from_json``).
+
+    Raises:
+        ConfigError: a key is unknown, or a value cannot be used; the message names the field, what was expected and
+            what came.
+    """
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
+    )
+
+    device: str = "auto"
+    """Where arithmetic runs: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or any accelerator torch knows. ``"auto"`` takes the
+    current accelerator, else the CPU, whose device tier is then a bounded arena in RAM."""
+
+    hbm: Bytes = ByteSize(1024 * _MIB)
+    """Bytes of device memory for gathered parameters. Activations and kernel workspaces are not in it."""
+
+    ram: Bytes = ByteSize(4096 * _MIB)
+    """Bytes of host memory for shards: pinned where an accelerator is used, huge pages where the system has them."""
+
+    nvme: Paths = ()
+    """Directories for shards that fit neither tier; several are striped. Each must exist. Empty: no third tier."""
+
+    precision: Precision = "fp32"
+    """``"fp32"``: parameters and arithmetic as they are. ``"bf16"``: bf16 parameters, buffers and gradients, fp32
+    master weights and optimizer states; gradients of several backwards are summed in fp32."""
+
+    prefetch: Annotated[int, Field(ge=0, le=64)] = 2
+    """How many units ahead of the one computing may be gathered. 0: every gather waits for its read."""
+
+    units: Literal["auto"] | tuple[str, ...] = "auto"
+    """What is gathered together. ``"auto"`` finds repeated blocks; or class names of modules to take as units."""
+
+    sub_group_bytes: Bytes | None = None
+    """Largest state (parameters, master weights, gradients, optimizer states) that one optimizer sub-group may hold;
+    a larger single parameter makes its own. ``None``: a quarter of ``ram``, at most 256 MiB."""
+
+    io_backend: BackendName = "auto"
+    """``"threads"``: direct I/O on worker threads. ``"aiofiles"``: portable. ``"auto"``: the best that a probe in the
+    target directory shows to work."""
+
+    io_num_threads: Annotated[int, Field(ge=1, le=64)] = 4
+    """Worker threads per NVMe directory: the queue depth seen by the device."""
+
+    io_block_bytes: Annotated[ByteSize, BeforeValidator(_refuse_bool_bytes), Field(ge=4096)] = ByteSize(8 * _MIB)
+    """Largest single system call, and the grain at which an urgent read overtakes a write."""
+
+    debug: bool = Field(default_factory=_debug_from_environment)
+    """Fill released memory with NaN, so that any use after release shows. Also ``INFINITY_DEBUG=1``."""
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            _refuse(error)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Config:
+        """Build from a dictionary with the field names as keys.
+
+        Raises:
+            ConfigError: as for the constructor, or ``fields`` is not a dictionary.
+        """
+        if not isinstance(fields, dict):
+            raise ConfigError(f"Config: expected a dictionary of fields, got {type(fields).__name__}")
+        return cls(**{str(key): value for key, value in fields.items()})
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Config:
+        """Build from a JSON file holding one object.
+
+        Raises:
+            ConfigError: the file is missing or unreadable, is not JSON (``NaN`` and ``Infinity`` are not JSON either),
+                or a field is refused.
+        """
+        path = Path(path)
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        except OSError as error:
+            raise ConfigError(f"config file {path}: {error.strerror}; give an existing JSON file") from error
+        except ValueError as error:
+            raise ConfigError(f"config file {path}: not valid JSON: {error}") from error
+        return cls.from_dict(fields)
+
+    def torch_device(self) -> torch.device:
+        """The device that ``device`` names.
+
+        Raises:
+            ConfigError: torch does not know it, or it is not there.
+        """
+        if self.device == "auto":
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            return accelerator if accelerator is not None else torch.device("cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"device: torch does not know {self.device!r}: {error}") from error
+        if device.type == "cpu":
+            return torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        num_devices = torch.accelerator.device_count() if accelerator is not None else 0
+        if accelerator is None or accelerator.type != device.type or (device.index or 0) >= num_devices:
+            there = "none" if accelerator is None else f"{num_devices} of type {accelerator.type!r}"
+            raise ConfigError(
+                f"device: {self.device!r} is not available; accelerators here: {there}. "
+                "Use device='cpu', or install a torch build for your accelerator"
+            )
+        return device
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not allowed")
+
+
+def _refuse(error: ValidationError) -> NoReturn:
+    """Raise the first few complaints of pydantic as one ``ConfigError`` in the user's terms."""
+    lines = []
+    for item in error.errors():
+        name = str(item["loc"][0]) if item["loc"] else "Config"
+        if item["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(name, Config.model_fields, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(Config.model_fields)}"
+            lines.append(f"unknown key {name!r}{hint}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{name}: {message}, got {item['input']!r}")
+    raise ConfigError("Config: " + " | ".join(dict.fromkeys(lines))) from None

@@ -1,0 +1,127 @@
+"""Every error that infinity raises for a user, as one small tree.
+
+Each says what was expected, what came, which parameter, shard or file it concerns, and what to do about it.
+``assert`` is kept for what cannot happen.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+import os
+from pathlib import Path
+
+
+class InfinityError(Exception):
+    """Root of all errors raised on purpose by infinity."""
+
+
+class ConfigError(InfinityError, ValueError):
+    """A configuration field is unknown, missing or has a value that cannot be used."""
+
+
+class ModelError(InfinityError, ValueError):
+    """The model or the optimizer cannot be managed, or was used in a way the engine refuses."""
+
+
+class EngineStateError(InfinityError, RuntimeError):
+    """An operation came at a time when it has no meaning: after ``close()``, or after a step that failed half-way."""
+
+
+class BudgetError(InfinityError, MemoryError):
+    """A need can never fit a tier's budget; the message shows the arithmetic and the smallest budget that would do."""
+
+
+class StorageError(InfinityError, OSError):
+    """A transfer or a file operation failed.
+
+    Attributes:
+        path: the file concerned.
+        offset: byte offset of the transfer within the file, or ``None`` for whole-file operations.
+        expected_bytes: how many bytes the operation should have moved.
+        got_bytes: how many it did move.
+        errno: the system's error number, or ``None`` where no system call failed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str],
+        offset: int | None = None,
+        expected_bytes: int | None = None,
+        got_bytes: int | None = None,
+        errno: int | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.offset = offset
+        self.expected_bytes = expected_bytes
+        self.got_bytes = got_bytes
+        details = [f"file {os.fspath(path)}"]
+        if offset is not None:
+            details.append(f"offset {offset}")
+        if expected_bytes is not None:
+            details.append(f"expected {expected_bytes} bytes")
+        if got_bytes is not None:
+            details.append(f"got {got_bytes} bytes")
+        if errno is not None:
+            details.append(f"{_errno.errorcode.get(errno, errno)}: {os.strerror(errno)}")
+        self.message = f"{message} ({', '.join(details)})"
+        super().__init__(self.message)
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ShortTransferError(StorageError):
+    """The file ended, or the device stopped, before all bytes had moved."""
+
+
+class DiskFullError(StorageError):
+    """The file system has no room (ENOSPC, EDQUOT or EFBIG), found at preflight or while writing."""
+
+
+class DirectoryError(StorageError):
+    """An NVMe path is missing, not a directory, not writable, or otherwise unusable."""
+
+
+class DirectoryInUseError(DirectoryError):
+    """Another live job owns the NVMe path."""
+
+
+_FULL = frozenset({_errno.ENOSPC, _errno.EDQUOT, _errno.EFBIG})
+
+
+def storage_error(
+    action: str,
+    error: OSError,
+    *,
+    path: str | os.PathLike[str],
+    offset: int | None = None,
+    expected_bytes: int | None = None,
+    got_bytes: int | None = None,
+) -> StorageError:
+    """Turn an ``OSError`` of a system call into the typed error for its kind.
+
+    Args:
+        action: what was being done, in words ("read", "preallocate").
+        error: what the system call raised.
+        path: the file concerned.
+        offset: byte offset of the transfer.
+        expected_bytes: bytes that should have moved.
+        got_bytes: bytes that did move before the failure.
+    """
+    if error.errno in _FULL:
+        kind: type[StorageError] = DiskFullError
+        message = f"{action} failed: the file system is full; free space or give another NVMe directory"
+    else:
+        kind = StorageError
+        message = f"{action} failed"
+    return kind(
+        message,
+        path=path,
+        offset=offset,
+        expected_bytes=expected_bytes,
+        got_bytes=got_bytes,
+        errno=error.errno,
+    )

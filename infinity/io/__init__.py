@@ -1,0 +1,1 @@
+"""Asynchronous direct I/O on files. Knows bytes and files; neither tiers nor what tensors mean."""
