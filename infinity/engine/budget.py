@@ -1,0 +1,193 @@
+"""The arithmetic of start-up: what a model's state takes, and the smallest budgets that can train it.
+
+The smallest budgets are also the deadlock argument's (``store/pool.py``): they are the most that one holder can need
+while it waits for nobody else.
+
+* ``hbm``: the units that a module and those around it use at the same time, for the worst path down the module tree.
+* ``ram``: the larger of a step's need (all shards of one sub-group) and a backward's (the gradients of one unit; while
+  a second backward promotes them, both forms of one part's), plus one parameter shard to upload where the device is
+  not host memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.engine.optimizer import Shadow, is_shard
+from infinity.engine.precision import Precision
+from infinity.engine.unit import GRAD, GRAD_SUM, MASTER, PARAM, Part, Slot, Unit, state_kind
+from infinity.errors import BudgetError
+from infinity.store.shard import ShardKey
+
+_MAX_SUB_GROUP_BYTES = 256 << 20
+_MIB = 1 << 20
+
+
+def expected_states(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the optimizer's states that have their parameter's shape, found by stepping a tiny parameter.
+
+    The step runs on a shadow and a copy of the hyper-parameters: the user's optimizer is not touched. An optimizer that
+    cannot step a 4 x 4 matrix of ones is taken to have two.
+    """
+    probe = object.__new__(type(optimizer))
+    probe.__dict__.update(optimizer.__dict__)
+    param = nn.Parameter(torch.ones(4, 4))
+    param.grad = torch.ones(4, 4)
+    slot = Slot("probe", param, param.shape, param.stride(), 0)
+    try:
+        probe.param_groups = [
+            {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": []}
+            for group in optimizer.param_groups
+        ]
+        state = Shadow(probe).step([(0, param, {})])[param]
+    except Exception:  # whatever the user's class does with it: this is an estimate
+        return ["first", "second"]
+    return [name for name, value in state.items() if is_shard(value, slot)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Sizes of everything, before anything is stored.
+
+    Attributes:
+        units: all units.
+        parts: all parts, numbered across units.
+        precision: the dtypes.
+        state_names: the optimizer states expected to be shards.
+    """
+
+    units: Sequence[Unit]
+    parts: Sequence[Part]
+    precision: Precision
+    state_names: Sequence[str]
+
+    def shard_bytes(self, part: Part) -> dict[str, int]:
+        """The shards of one part: bytes by kind."""
+        sizes = {PARAM: part.param_bytes}
+        if not part.stepped:
+            return sizes
+        step_bytes = part.num_bytes(part.step_dtype)
+        if self.precision.has_master:
+            sizes |= {MASTER: step_bytes, GRAD_SUM: step_bytes}
+        sizes[GRAD] = part.param_bytes
+        return sizes | {state_kind(name): step_bytes for name in self.state_names}
+
+    def step_keys(self, part: Part) -> list[ShardKey]:
+        """The shards that a step of this part reads or writes."""
+        return [part.key(kind) for kind in self.shard_bytes(part)]
+
+    def part_state_bytes(self, part: Part) -> int:
+        """All state of a part; gradients count once, as one backward leaves them."""
+        return sum(size for kind, size in self.shard_bytes(part).items() if kind != GRAD_SUM)
+
+    @property
+    def state_bytes(self) -> int:
+        """All state of the model: parameters, master weights, gradients and optimizer states."""
+        return sum(self.part_state_bytes(part) for part in self.parts)
+
+    @property
+    def nvme_bytes(self) -> int:
+        """The most that NVMe may have to hold."""
+        return sum(sum(self.shard_bytes(part).values()) for part in self.parts)
+
+    def step_bytes(self, part: Part) -> int:
+        """Host memory that a step of one sub-group needs."""
+        sizes = self.shard_bytes(part)
+        return sum(sizes.values()) - min(sizes.get(GRAD, 0), sizes.get(GRAD_SUM, sizes.get(GRAD, 0)))
+
+    def backward_bytes(self, unit: Unit) -> int:
+        """Host memory that the gradients of one unit need at the same time."""
+        kept = promoting = 0
+        for part in unit.parts:
+            sizes = self.shard_bytes(part)
+            kept += max(sizes.get(GRAD, 0), sizes.get(GRAD_SUM, 0))
+            promoting = max(promoting, min(sizes.get(GRAD, 0), sizes.get(GRAD_SUM, 0)))
+        return kept + promoting
+
+    def smallest_hbm(self, model: nn.Module) -> tuple[int, list[Unit]]:
+        """The smallest device budget, and the units that need it at the same time."""
+        by_module: dict[int, list[Unit]] = {}
+        for unit in self.units:
+            for _, module in unit.triggers:
+                by_module.setdefault(id(module), []).append(unit)
+        worst: tuple[int, list[Unit]] = (0, [])
+
+        def walk(module: nn.Module, around: dict[int, Unit]) -> None:
+            nonlocal worst
+            here = around | {unit.index: unit for unit in by_module.get(id(module), [])}
+            total = sum(unit.num_bytes for unit in here.values())
+            if total > worst[0]:
+                worst = total, list(here.values())
+            for child in module.children():
+                walk(child, here)
+
+        walk(model, {})
+        return worst
+
+    def smallest_ram(self, *, uploads: bool) -> int:
+        """The smallest host budget; ``uploads`` when the device is not host memory."""
+        step = max((self.step_bytes(part) for part in self.parts if part.stepped), default=0)
+        backward = max((self.backward_bytes(unit) for unit in self.units), default=0)
+        upload = max((part.param_bytes for part in self.parts), default=0)
+        start = max((part.param_bytes + self.shard_bytes(part).get(MASTER, 0) for part in self.parts), default=0)
+        return max(step, backward, start) + (upload if uploads else 0)
+
+    def check(self, model: nn.Module, config: Config, device: torch.device) -> None:
+        """Refuse budgets that cannot train the model.
+
+        Raises:
+            BudgetError: with the arithmetic and the smallest budgets that would do.
+        """
+        hbm, units = self.smallest_hbm(model)
+        ram = self.smallest_ram(uploads=device.type != "cpu")
+        complaints = []
+        if hbm > config.hbm:
+            names = " + ".join(f"{unit.name} {_mib(unit.num_bytes)}" for unit in units)
+            complaints.append(f"hbm={_mib(config.hbm)}, but units in use at the same time need {_mib(hbm)} ({names})")
+        if ram > config.ram:
+            complaints.append(f"ram={_mib(config.ram)}, but {self._ram_arithmetic(ram)}")
+        if not config.nvme and self._resident_bytes > config.ram:
+            complaints.append(
+                f"ram={_mib(config.ram)} and no nvme, but all state takes {_mib(self._resident_bytes)}; "
+                "give nvme= directories or more ram"
+            )
+        if complaints:
+            smallest = ram if config.nvme else max(ram, self._resident_bytes)
+            raise BudgetError(
+                f"budgets too small for this model: {'; '.join(complaints)}. "
+                f"Smallest budgets that would do: hbm={hbm}, ram={smallest} (bytes)"
+            )
+
+    @property
+    def _resident_bytes(self) -> int:
+        """Host memory for everything when there is no tier below, sums of several backwards included."""
+        return sum(self.step_bytes(part) for part in self.parts) + max(
+            (self.backward_bytes(unit) for unit in self.units), default=0
+        )
+
+    def _ram_arithmetic(self, ram: int) -> str:
+        parts = [part for part in self.parts if part.stepped]
+        largest = max(parts, key=self.step_bytes, default=None)
+        if largest is None or self.step_bytes(largest) < max(self.backward_bytes(unit) for unit in self.units):
+            unit = max(self.units, key=self.backward_bytes)
+            return f"gradients of unit {unit.name} need {_mib(self.backward_bytes(unit))}, {_mib(ram)} in all"
+        sizes = ", ".join(f"{kind} {_mib(size)}" for kind, size in self.shard_bytes(largest).items())
+        names = ", ".join(slot.name for slot in largest.slots[:3]) + (", ..." if len(largest.slots) > 3 else "")
+        return f"one step of sub-group {largest.index} ({names}) needs {_mib(ram)}: {sizes}"
+
+
+def sub_group_bytes(config: Config) -> int:
+    """The largest state that a sub-group of several parameters may have."""
+    if config.sub_group_bytes is not None:
+        return int(config.sub_group_bytes)
+    return min(config.ram // 4, _MAX_SUB_GROUP_BYTES)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f} MiB"

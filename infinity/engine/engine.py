@@ -1,0 +1,314 @@
+"""``Engine``: a model and its optimizer, trained inside budgets. Composition only; every part has a file of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.engine.budget import Plan, expected_states, sub_group_bytes
+from infinity.engine.gradients import GradientSink
+from infinity.engine.hooks import ModuleHooks
+from infinity.engine.optimizer import OffloadedOptimizer, SubGroupStepper
+from infinity.engine.partition import lay_out_units
+from infinity.engine.precision import precision_of
+from infinity.engine.prefetch import Orders, PrefetchScheduler
+from infinity.engine.start import Loader, check_model, convert_buffers
+from infinity.engine.unit import PARAM
+from infinity.engine.weights import StreamingStateDict, WeightReader, hook_state_dicts
+from infinity.engine.wrap import plan_units
+from infinity.errors import ConfigError, EngineStateError
+from infinity.store.device import AcceleratorDevice, ArenaDevice, DeviceTier, Piece
+from infinity.store.loop import LoopThread
+from infinity.store.nvme import NvmeTier
+from infinity.store.store import TieredStore
+from infinity.trace import StepStats, TierUsage
+
+
+class _Resources:
+    """What an engine must give back, kept apart from it so that it is given back also when the engine is forgotten."""
+
+    def __init__(self) -> None:
+        self.loop = LoopThread()
+        self.nvme: NvmeTier | None = None
+        self.store: TieredStore | None = None
+        self.device: DeviceTier | None = None
+        self.stepper: SubGroupStepper | None = None
+        self.hooks: ModuleHooks | None = None
+        self.handles: list[Any] = []
+
+    def close(self) -> None:
+        """Undo everything, in the reverse order of its making. Closing twice is harmless."""
+        if self.hooks is not None:
+            self.hooks.remove()
+        for handle in self.handles:
+            handle.remove()
+        try:
+            if self.device is not None:
+                self.loop.run(self.device.aclose())
+            if self.stepper is not None:
+                self.stepper.close()
+            if self.store is not None:
+                self.loop.run(self.store.aclose())
+            elif self.nvme is not None:
+                self.loop.run(self.nvme.aclose())
+        finally:
+            self.loop.close()
+        self.hooks = self.device = self.stepper = self.store = self.nvme = None
+        self.handles = []
+
+
+class Engine:
+    """Made by ``infinity.initialize``; a context manager that closes itself.
+
+    Attributes:
+        module: the user's model. Its parameters are placeholders of their true shape while their values are away.
+        optimizer: steps like the user's own, wherever its state lives; learning-rate schedulers work on it.
+        config: what it was made with.
+        last_step: figures of the latest step, ``None`` before the first.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
+        check_model(model, optimizer)
+        device = config.torch_device()
+        self.module = model
+        self.config = config
+        self.last_step: StepStats | None = None
+        self._error: BaseException | None = None
+        self._num_steps = 0
+        self._precision = precision_of(config.precision)
+        stepped = {param for group in optimizer.param_groups for param in group["params"]}
+        names = expected_states(optimizer)
+        self._units = lay_out_units(
+            plan_units(model, config.units, max_unit_bytes=config.hbm // 2),
+            stepped,
+            self._precision,
+            device,
+            num_states=len(names),
+            sub_group_bytes=sub_group_bytes(config),
+        )
+        self._parts = [part for unit in self._units for part in unit.parts]
+        self._plan = Plan(self._units, self._parts, self._precision, names)
+        self._plan.check(model, config, device)
+        self._resources = _Resources()
+        try:
+            self._build(optimizer, device)
+        except BaseException:
+            self._resources.close()
+            raise
+        self._finalizer = weakref.finalize(self, self._resources.close)
+        self._mark = self._counters()
+
+    def _build(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        config, resources, plan = self.config, self._resources, self._plan
+        loop = resources.loop
+        if config.nvme:
+            resources.nvme = loop.run(
+                NvmeTier.open(
+                    config.nvme,
+                    capacity_bytes=plan.nvme_bytes,
+                    backend_name=config.io_backend,
+                    num_threads=config.io_num_threads,
+                    block_bytes=config.io_block_bytes,
+                )
+            )
+        orders = Orders(self._units, self._parts, plan.step_keys)
+        on_host = device.type == "cpu"
+        self._store = resources.store = TieredStore(
+            config.ram,
+            resources.nvme,
+            distance=orders.shard_distance,
+            headroom_bytes=self._headroom_bytes(),
+            pin=device.type == "cuda",
+            poison=config.debug,
+        )
+        if on_host:
+            resources.device = ArenaDevice(config.hbm, self._store, distance=orders.unit_distance, poison=config.debug)
+        else:
+            resources.device = AcceleratorDevice(
+                device, config.hbm, self._store, distance=orders.unit_distance, poison=config.debug
+            )
+        self._device = resources.device
+        for unit in self._units:
+            pieces = [Piece(part.key(PARAM), part.start, part.stop) for part in unit.parts]
+            self._device.register(unit.index, unit.num_bytes, pieces)
+        self._scheduler = PrefetchScheduler(
+            loop, self._store, self._device, orders, self._units, self._parts, depth=config.prefetch
+        )
+        self._gradients = GradientSink(loop, self._store, self._scheduler, self._parts)
+        has_master = self._precision.has_master
+        self._stepper = resources.stepper = SubGroupStepper(
+            self._store, self._device, self._scheduler, self._units, self._parts, optimizer, has_master=has_master
+        )
+        self.buffer_bytes = convert_buffers(self.module, self._precision, device)
+        self._stepper.adopt(Loader(loop, self._store, optimizer, has_master=has_master).load(self._units))
+        self._hooks = resources.hooks = ModuleHooks(
+            self.module, self._units, self._scheduler, self._gradients, self._precision
+        )
+        self._reader = WeightReader(loop, self._store, self._parts, has_master=has_master)
+        resources.handles = hook_state_dicts(self.module, self._reader)
+        self.optimizer = OffloadedOptimizer(optimizer, self._step, self._gradients.discard)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward; the same as ``engine.module(...)``."""
+        self._check_usable()
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward from ``loss``; the same as ``loss.backward()``. Several before a ``step`` add up."""
+        self._check_usable()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Step the optimizer and consume the gradients; the same as ``engine.optimizer.step()``.
+
+        Raises:
+            EngineStateError: the engine is closed, or a step before failed half-way.
+            StorageError: a shard could not be read or written; the engine cannot go on.
+        """
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Discard gradients that have not been stepped."""
+        self._check_usable()
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> StreamingStateDict:
+        """The model's state by name, at full precision; each tensor is read when it is asked for."""
+        self._check_usable()
+        return StreamingStateDict(self.module.state_dict(keep_vars=True), self._reader)
+
+    def usage(self) -> dict[str, TierUsage]:
+        """What each tier holds now, held at most, and may hold: ``"device"``, ``"host"``, ``"nvme"``."""
+        self._check_usable()
+        nvme = self._store.nvme
+        return {
+            "device": self._device.usage(),
+            "host": self._store.host.usage(),
+            "nvme": TierUsage(0, 0, 0) if nvme is None else nvme.usage(),
+        }
+
+    @property
+    def io_choices(self) -> dict[Path, Any]:
+        """For each NVMe directory, the I/O backend in use and why it was chosen."""
+        nvme = self._store.nvme
+        return {} if nvme is None else dict(nvme.choices)
+
+    @property
+    def num_parameters(self) -> int:
+        """How many elements the model's parameters have, shared ones once."""
+        return sum(slot.num_elements for part in self._parts for slot in part.slots)
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters, master weights, gradients and optimizer states together, padding included."""
+        return self._plan.state_bytes
+
+    @property
+    def unit_names(self) -> list[str]:
+        """The units, in the order of the model's parameters."""
+        return [unit.name for unit in self._units]
+
+    def close(self) -> None:
+        """End all work and give back memory, files and hooks. Closing twice is harmless.
+
+        State in the tiers is scratch and goes: take ``state_dict()`` before. The model is left with placeholders.
+        """
+        if self._finalizer.detach() is not None:
+            self.optimizer.release_user()
+            self._resources.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _check_usable(self) -> None:
+        if not self._finalizer.alive:
+            raise EngineStateError("the engine is closed; make another with infinity.initialize()")
+        if self._error is not None:
+            raise EngineStateError(
+                f"an optimizer step failed half-way, so the state is no longer whole: {self._error}; "
+                "start again from your last saved state"
+            ) from self._error
+
+    def _step(self) -> None:
+        self._check_usable()
+        self._hooks.settle()
+        gradients = self._gradients.take()
+        start = time.perf_counter()
+        try:
+            self._resources.loop.run(self._stepper.step(gradients))
+        except Exception as error:
+            self._error = error
+            raise
+        self._num_steps += 1
+        mark = self._counters()
+        since = {name: value - self._mark[name] for name, value in mark.items()}
+        self._mark = mark
+        self.last_step = StepStats(
+            step=self._num_steps,
+            seconds=since["seconds"],
+            stall_seconds=since["stall_seconds"],
+            optimizer_seconds=time.perf_counter() - start,
+            nvme_read_bytes=int(since["read_bytes"]),
+            nvme_written_bytes=int(since["written_bytes"]),
+            num_gathers=int(since["num_gathers"]),
+            num_stalls=int(since["num_stalls"]),
+        )
+
+    def _counters(self) -> dict[str, float]:
+        moved, waited = self._store.statistics(), self._scheduler.statistics
+        return {
+            "seconds": time.perf_counter(),
+            "read_bytes": moved.read_bytes,
+            "written_bytes": moved.written_bytes,
+            "stall_seconds": waited.stall_seconds,
+            "num_gathers": waited.num_gathers,
+            "num_stalls": waited.num_stalls,
+        }
+
+    def _headroom_bytes(self) -> int:
+        """Host memory to keep free or clean: two sub-groups, so that the next ones can be read while one computes."""
+        largest = max((self._plan.step_bytes(part) for part in self._parts if part.stepped), default=0)
+        return min(2 * largest, self.config.ram // 2)
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Config | dict[str, Any] | str | os.PathLike[str] | None = None,
+) -> Engine:
+    """Put a model and its optimizer under the engine.
+
+    The model's values, and any state the optimizer already has, move into the tiers. From then on parameters hold their
+    values only while their unit computes; ``engine.state_dict()`` reads them at any time.
+
+    Args:
+        model: the model, real or made under ``infinity.deferred_init()``.
+        optimizer: any ``torch.optim`` optimizer of the model's parameters.
+        config: a ``Config``, its fields as a dictionary, or the path of a JSON file; ``None`` for the defaults.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+        ModelError: the model or the optimizer cannot be managed.
+        BudgetError: the budgets are too small; the message names the smallest that would do.
+        DirectoryError: an NVMe path is missing, unusable or in use by another job.
+        DiskFullError: the NVMe paths have no room for the state.
+    """
+    if config is None:
+        config = Config()
+    elif isinstance(config, dict):
+        config = Config.from_dict(config)
+    elif isinstance(config, (str, os.PathLike)):
+        config = Config.from_json(config)
+    elif not isinstance(config, Config):
+        raise ConfigError(f"config: expected a Config, a dictionary or a path, got {type(config).__name__}")
+    return Engine(model, optimizer, config)

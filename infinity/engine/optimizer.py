@@ -1,0 +1,340 @@
+"""``OffloadedOptimizer``: any ``torch.optim`` optimizer, sub-group by sub-group, wherever its state lives.
+
+A step walks the parts that have gradients. For each, its shards are pinned in host memory (the scheduler has already
+begun to read the next ones), and a *shadow* of the user's optimizer (an object of the same class with the same
+attributes) steps parameters that are views of the shards, with the live hyper-parameters of the ``param_groups``.
+Then the shards are released dirty and written back while the next sub-group computes. What the user's class does to a
+parameter is thus exactly what it does in plain PyTorch, to the bit.
+
+State tensors of the parameter's shape become shards; everything else (step counters, factored moments) stays in memory
+as the optimizer made it. Values that a step changes in a parameter group itself are applied once, after the last
+sub-group, so that all sub-groups see what plain PyTorch's parameters would.
+
+Arithmetic runs on one worker thread; the loop only moves bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.engine.prefetch import OPTIMIZER, PrefetchScheduler
+from infinity.engine.unit import GRAD, MASTER, PARAM, Part, Slot, Unit, state_kind
+from infinity.errors import ModelError
+from infinity.io.tasks import gather_all
+from infinity.store.device import DeviceTier
+from infinity.store.order import Use
+from infinity.store.store import TieredStore
+
+Gradients = dict[int, tuple[str, frozenset[int]]]
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+@dataclass(slots=True)
+class PartState:
+    """What the optimizer knows of one part.
+
+    Attributes:
+        shards: for each state that is a shard, its dtype and the slots that have it.
+        small: for each slot, the states that stay in memory.
+    """
+
+    shards: dict[str, tuple[torch.dtype, set[int]]] = field(default_factory=dict)
+    small: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+
+
+def is_shard(value: object, slot: Slot) -> bool:
+    """Whether a state of a slot's parameter is kept as a shard."""
+    return isinstance(value, torch.Tensor) and value.shape == slot.shape and value.numel() > 1
+
+
+class Shadow:
+    """Steps parameters on behalf of the user's optimizer.
+
+    Args:
+        optimizer: the user's; its class, attributes and live parameter groups are used, its state is not.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = type(optimizer).step
+        self._group_changes: dict[int, dict[str, Any]] = {}
+
+    def step(self, members: Sequence[tuple[int, nn.Parameter, dict[str, Any]]]) -> dict[nn.Parameter, dict[str, Any]]:
+        """Step parameters that have ``.grad``.
+
+        Args:
+            members: for each its group's index, the parameter, and its state (empty before its first step).
+
+        Returns:
+            The state of each after the step.
+        """
+        shadow = object.__new__(type(self._optimizer))
+        shadow.__dict__.update({k: v for k, v in self._optimizer.__dict__.items() if k not in ("step", "zero_grad")})
+        shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
+        shadow.state = defaultdict(dict, {param: state for _, param, state in members if state})
+        indices = sorted({index for index, _, _ in members})
+        shadow.param_groups = [
+            {**self._optimizer.param_groups[i], "params": [p for j, p, _ in members if j == i]} for i in indices
+        ]
+        self._step(shadow)
+        for index, group in zip(indices, shadow.param_groups, strict=True):
+            live = self._optimizer.param_groups[index]
+            changed = {k: v for k, v in group.items() if k != "params" and v is not live.get(k)}
+            self._group_changes.setdefault(index, {}).update(changed)
+        return {param: dict(shadow.state.get(param, {})) for _, param, _ in members}
+
+    def end_step(self) -> None:
+        """Apply what the step changed in the parameter groups."""
+        for index, changes in self._group_changes.items():
+            self._optimizer.param_groups[index].update(changes)
+        self._group_changes.clear()
+
+
+class SubGroupStepper:
+    """Streams sub-groups through host memory and steps them. Coroutines belong to the loop thread.
+
+    Args:
+        store: the shards.
+        device: told which gathered units have become stale.
+        scheduler: told of each sub-group, and reads ahead.
+        units: all units.
+        parts: all parts.
+        optimizer: the user's optimizer.
+        has_master: whether master weights are stepped beside the parameters.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        device: DeviceTier,
+        scheduler: PrefetchScheduler,
+        units: Sequence[Unit],
+        parts: Sequence[Part],
+        optimizer: torch.optim.Optimizer,
+        *,
+        has_master: bool,
+    ) -> None:
+        self._store = store
+        self._device = device
+        self._scheduler = scheduler
+        self._units = units
+        self._parts = parts
+        self._optimizer = optimizer
+        self._shadow = Shadow(optimizer)
+        self._has_master = has_master
+        self._states: dict[int, PartState] = defaultdict(PartState)
+        self._worker = ThreadPoolExecutor(1, "infinity-optimizer")
+
+    @property
+    def weights_kind(self) -> str:
+        """The kind of shard that is stepped."""
+        return MASTER if self._has_master else PARAM
+
+    def state_of(self, part: Part) -> PartState:
+        """The optimizer's state of a part."""
+        return self._states[part.index]
+
+    def adopt(self, states: dict[int, PartState]) -> None:
+        """Take over state that the optimizer had before, by part."""
+        self._states.update(states)
+
+    def close(self) -> None:
+        """End the worker thread."""
+        self._worker.shutdown()
+
+    async def step(self, gradients: Gradients) -> None:
+        """Step every part that has gradients, and delete the gradients.
+
+        Raises:
+            ModelError: a parameter group holds a parameter the engine does not know.
+            StorageError: a shard could not be read or written.
+        """
+        group_of = self._group_of()
+        await self._scheduler.begin_step()
+        complete = False
+        try:
+            for index in sorted(gradients):
+                part, (kind, present) = self._parts[index], gradients[index]
+                await self._step_part(part, kind, present, group_of)
+            self._shadow.end_step()
+            for unit in {self._parts[index].unit for index in gradients}:
+                self._units[unit].version += 1
+            complete = True
+        finally:
+            self._scheduler.end_step(complete=complete)
+
+    def _group_of(self) -> dict[nn.Parameter, int]:
+        known = {slot.param for part in self._parts if part.stepped for slot in part.slots}
+        group_of: dict[nn.Parameter, int] = {}
+        for index, group in enumerate(self._optimizer.param_groups):
+            for param in group["params"]:
+                if param not in known:
+                    raise ModelError(
+                        f"optimizer group {index} holds a parameter of shape {tuple(param.shape)} that it did not hold "
+                        "at infinity.initialize(); add every parameter group before initialize()"
+                    )
+                group_of[param] = index
+        return group_of
+
+    async def _step_part(
+        self, part: Part, kind: str, present: frozenset[int], group_of: dict[nn.Parameter, int]
+    ) -> None:
+        state = self._states[part.index]
+        kinds = [self.weights_kind, kind, *(state_kind(name) for name in state.shards)]
+        flats: dict[str, torch.Tensor] = {}
+        try:
+            await gather_all(self._pin(part, each, flats) for each in kinds)
+            self._scheduler.touch(Use.STEP, part.index)  # reads ahead while this one computes
+            if self._has_master:
+                lease = await self._store.put(part.key(PARAM), part.param_bytes, owner=OPTIMIZER)
+                flats[PARAM] = lease.tensor
+            await self._device.invalidate(part.unit)
+            positions = [i for i in sorted(present) if part.slots[i].param in group_of]
+            groups = [group_of[part.slots[i].param] for i in positions]
+            fresh = await self._compute(lambda: self._arithmetic(part, kind, flats, positions, groups))
+            for name, values in fresh.items():
+                await self._add_shard(part, name, values, flats)
+        finally:
+            for each in flats:
+                self._store.release(part.key(each), owner=OPTIMIZER, dirty=each != kind)
+        await self._store.delete(part.key(kind))
+
+    async def _pin(self, part: Part, kind: str, flats: dict[str, torch.Tensor]) -> None:
+        flats[kind] = (await self._store.fetch(part.key(kind), owner=OPTIMIZER, update=True)).tensor
+
+    async def _compute(self, arithmetic: Callable[[], Any]) -> Any:
+        job = asyncio.get_running_loop().run_in_executor(self._worker, arithmetic)
+        await asyncio.wait([job])
+        return job.result()
+
+    async def _add_shard(
+        self, part: Part, name: str, values: dict[int, torch.Tensor], flats: dict[str, torch.Tensor]
+    ) -> None:
+        dtype = next(iter(values.values())).dtype
+        key = part.key(state_kind(name))
+        flats[state_kind(name)] = (await self._store.put(key, part.num_bytes(dtype), owner=OPTIMIZER)).tensor
+        flat = flats[state_kind(name)].view(dtype)
+
+        def copy() -> None:
+            for position, value in values.items():
+                part.slots[position].view(flat).copy_(value)
+
+        await self._compute(copy)
+        self._states[part.index].shards[name] = (dtype, set(values))
+
+    def _arithmetic(
+        self, part: Part, kind: str, flats: dict[str, torch.Tensor], positions: list[int], groups: list[int]
+    ) -> dict[str, dict[int, torch.Tensor]]:
+        """Step the slots at ``positions`` (worker thread). Returns states that have no shard yet, by name and slot."""
+        weights = flats[self.weights_kind].view(part.step_dtype)
+        gradients = flats[kind].view(part.compute_dtype if kind == GRAD else part.step_dtype)
+        members = []
+        for position, group in zip(positions, groups, strict=True):
+            slot = part.slots[position]
+            param = nn.Parameter(slot.view(weights), requires_grad=weights.dtype.is_floating_point)
+            param.grad = slot.view(gradients).to(part.step_dtype)
+            members.append((group, param, self._live_state(part, position, flats)))
+        after = self._shadow.step(members)
+        fresh: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+        for position, (_, param, before) in zip(positions, members, strict=True):
+            self._keep_state(part, position, before, after[param], flats, fresh)
+        if self._has_master:
+            params = flats[PARAM].view(part.compute_dtype)
+            for slot in part.slots:
+                slot.view(params).copy_(slot.view(weights))
+        return dict(fresh)
+
+    def _live_state(self, part: Part, position: int, flats: dict[str, torch.Tensor]) -> dict[str, Any]:
+        state, slot = self._states[part.index], part.slots[position]
+        live = {
+            name: slot.view(flats[state_kind(name)].view(dtype))
+            for name, (dtype, slots) in state.shards.items()
+            if position in slots
+        }
+        return {**state.small.get(position, {}), **live}
+
+    def _keep_state(
+        self,
+        part: Part,
+        position: int,
+        before: dict[str, Any],
+        after: dict[str, Any],
+        flats: dict[str, torch.Tensor],
+        fresh: dict[str, dict[int, torch.Tensor]],
+    ) -> None:
+        state, slot = self._states[part.index], part.slots[position]
+        for name, value in after.items():
+            if not is_shard(value, slot):
+                state.small[position][name] = value
+            elif name not in state.shards:
+                fresh[name][position] = value
+            elif value is not before.get(name):
+                dtype, slots = state.shards[name]
+                if value.dtype != dtype:
+                    raise ModelError(
+                        f"parameter {slot.name}: state {name!r} changed its dtype from {dtype} to {value.dtype}"
+                    )
+                slot.view(flats[state_kind(name)].view(dtype)).copy_(value)
+                slots.add(position)
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """What ``engine.optimizer`` is: the user's optimizer with its state in the tiers.
+
+    It shares the user's ``param_groups``, so learning-rate schedulers on either work. The user's own object steps
+    through this one too, until ``release_user``. ``step`` consumes the gradients; ``zero_grad`` discards them.
+    """
+
+    def __init__(self, user: torch.optim.Optimizer, step: Callable[[], None], discard: Callable[[], None]) -> None:
+        self._user = user
+        self._run_step = step
+        self._run_discard = discard
+        super().__init__([dict(group) for group in user.param_groups], dict(user.defaults))
+        self.param_groups = user.param_groups
+        for name in _HOOKS:
+            setattr(self, name, getattr(user, name))
+        offloaded = self
+
+        def user_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> None:
+            offloaded.step(closure)
+
+        def user_zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            offloaded.zero_grad(set_to_none)
+
+        user.step = types.MethodType(user_step, user)  # type: ignore[method-assign]
+        user.zero_grad = types.MethodType(user_zero_grad, user)  # type: ignore[method-assign]
+
+    def release_user(self) -> None:
+        """Give the user's optimizer its own methods back."""
+        self._user.__dict__.pop("step", None)
+        self._user.__dict__.pop("zero_grad", None)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step every parameter that has a gradient, then forget the gradients.
+
+        Raises:
+            ModelError: a closure was given: it would evaluate the model several times per step.
+            StorageError: a shard could not be read or written.
+        """
+        if closure is not None:
+            raise ModelError(
+                "optimizer.step(closure) is not supported: call loss.backward() before step(), without a closure"
+            )
+        self._user._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
+        self._run_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard gradients that have not been stepped."""
+        self._run_discard()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None

@@ -1,0 +1,146 @@
+"""What happens to a model and its optimizer at start: they are checked, and their values move into the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from infinity.engine.deferred import materialize
+from infinity.engine.optimizer import PartState, is_shard
+from infinity.engine.precision import Precision
+from infinity.engine.unit import MASTER, PARAM, Part, Slot, Unit, placeholder, state_kind
+from infinity.errors import ModelError
+from infinity.store.loop import LoopThread
+from infinity.store.store import TieredStore
+
+_OWNER = "start"
+
+
+def check_model(model: object, optimizer: object) -> None:
+    """Refuse what cannot be trained.
+
+    Raises:
+        ModelError: it says which parameter or module, and what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    names = {param: name for name, param in model.named_parameters()}
+    if not names:
+        raise ModelError(f"model: {type(model).__name__} has no parameters; there is nothing to train")
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param not in names:
+                raise ModelError(
+                    f"optimizer: parameter {position} of group {index}, of shape {tuple(param.shape)}, is not one of "
+                    "the model's; build the optimizer from the parameters of the model that you pass, and do not move or "
+                    "replace them in between"
+                )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ModelError(f"module {name}: sparse gradients are not supported; build it with sparse=False")
+        for own, param in module._parameters.items():
+            if isinstance(param, nn.parameter.UninitializedParameter):
+                raise ModelError(f"parameter {name}.{own} is lazy; run one forward pass before initialize()")
+            if param is not None and param.layout is not torch.strided:
+                raise ModelError(f"parameter {name}.{own} has layout {param.layout}; expected a dense tensor")
+
+
+def convert_buffers(model: nn.Module, precision: Precision, device: torch.device) -> int:
+    """Bring buffers to the device in the dtype that computes; they stay there. Returns their bytes."""
+    converted: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer not in converted:
+                value = materialize(buffer) if buffer.is_meta else buffer
+                converted[buffer] = value.to(device, precision.compute_dtype(value.dtype))
+            module._buffers[name] = converted[buffer]
+    return sum(buffer.numel() * buffer.element_size() for buffer in set(converted.values()))
+
+
+class Loader:
+    """Moves a model's values, and what state its optimizer already has, into the store. Runs on the training thread.
+
+    Args:
+        loop: the loop thread.
+        store: where they go.
+        optimizer: the user's optimizer.
+        has_master: whether stepped parts get master weights.
+    """
+
+    def __init__(
+        self, loop: LoopThread, store: TieredStore, optimizer: torch.optim.Optimizer, *, has_master: bool
+    ) -> None:
+        self._loop = loop
+        self._store = store
+        self._optimizer = optimizer
+        self._has_master = has_master
+
+    def load(self, units: Sequence[Unit]) -> dict[int, PartState]:
+        """Store every unit, one parameter's values at a time, leaving placeholders. Returns state found by part.
+
+        Raises:
+            ModelError: a parameter on the meta device has no recorded initialisation.
+            StorageError: a shard could not be written.
+        """
+        return {part.index: self._load_part(unit, part) for unit in units for part in unit.parts}
+
+    def _load_part(self, unit: Unit, part: Part) -> PartState:
+        kinds = {PARAM: part.compute_dtype}
+        if self._has_master and part.stepped:
+            kinds[MASTER] = part.step_dtype
+        flats = {kind: self._put(part, kind, dtype) for kind, dtype in kinds.items()}
+        for slot in part.slots:
+            value = materialize(slot.param) if slot.param.is_meta else slot.param.detach()
+            for flat in flats.values():
+                slot.view(flat).copy_(value)
+            del value
+            self._empty(unit, part, slot)
+        del flats
+        for kind in kinds:
+            self._release(part, kind)
+        return self._load_state(part) if part.stepped else PartState()
+
+    def _empty(self, unit: Unit, part: Part, slot: Slot) -> None:
+        """Leave a placeholder in the parameter, which stays the object that the user and the optimizer hold."""
+        away = placeholder(slot.shape, part.compute_dtype, unit.device)
+        param = slot.param
+        if param.is_meta:
+            real = nn.Parameter(away, requires_grad=param.requires_grad)
+            real.__dict__.update(param.__dict__)
+            torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
+        else:
+            param.data = away
+
+    def _load_state(self, part: Part) -> PartState:
+        """Take over state of an optimizer that has stepped, or loaded a state dict, before."""
+        state = PartState()
+        found: dict[str, dict[int, torch.Tensor]] = {}
+        for position, slot in enumerate(part.slots):
+            for name, value in self._optimizer.state.pop(slot.param, {}).items():
+                if is_shard(value, slot):
+                    found.setdefault(name, {})[position] = value
+                else:
+                    state.small[position][name] = value
+        for name, values in found.items():
+            dtype = next(iter(values.values())).dtype
+            flat = self._put(part, state_kind(name), dtype)
+            for position, value in values.items():
+                part.slots[position].view(flat).copy_(value)
+            state.shards[name] = (dtype, set(values))
+            del flat
+            self._release(part, state_kind(name))
+        return state
+
+    def _put(self, part: Part, kind: str, dtype: torch.dtype) -> torch.Tensor:
+        lease = self._loop.run(self._store.put(part.key(kind), part.num_bytes(dtype), owner=_OWNER))
+        return lease.tensor.view(dtype)
+
+    def _release(self, part: Part, kind: str) -> None:
+        key = part.key(kind)
+        self._loop.call_soon(lambda: self._store.release(key, owner=_OWNER, dirty=True))

@@ -1,0 +1,177 @@
+"""Units, parts and slots: how a model's parameters become shards.
+
+A *unit* is gathered and released whole. It is cut into *parts*: runs of whole parameters of one dtype that the
+optimizer steps together (its sub-groups), so that the state of a part fits in host memory. A part's shards, one per
+kind of state, all share one layout in elements: each parameter starts at a multiple of ``SLOT_ALIGNMENT`` elements, so
+it is at least 128-byte aligned in every dtype and kernels run as on their own allocations, and each part ends at a
+multiple of ``PART_ALIGNMENT`` elements, so that shards and their places in the gathered unit are whole pages.
+
+Nothing is written onto a parameter but ``.data``: a view into the gathered buffer while gathered, and while released a
+tensor of the true shape that reads as NaN and takes no memory.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from infinity.store.shard import ShardKey
+
+SLOT_ALIGNMENT = 128
+PART_ALIGNMENT = 4096
+
+PARAM = "param"
+MASTER = "master"
+GRAD = "grad"
+GRAD_SUM = "grad_sum"
+
+
+def state_kind(name: str) -> str:
+    """The kind of shard that holds one of the optimizer's states."""
+    return f"state.{name}"
+
+
+class UnitState(enum.Enum):
+    """Whether a unit's parameters are views of gathered memory."""
+
+    RELEASED = "released"
+    GATHERED = "gathered"
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One parameter's place in its part.
+
+    Attributes:
+        name: the parameter's qualified name.
+        param: the user's own parameter.
+        offset: where it starts, in elements of the part.
+    """
+
+    name: str
+    param: nn.Parameter
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This parameter in a shard of its part: ``flat`` has the part's length, in any dtype."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A run of parameters of one dtype that is stepped together.
+
+    Attributes:
+        index: number among all parts: the sub-group's number.
+        unit: number of its unit.
+        position: number within its unit.
+        dtype: what the model gave its parameters.
+        compute_dtype: what forward and backward use.
+        step_dtype: what the optimizer steps.
+        stepped: whether the optimizer holds its parameters.
+        slots: its parameters, in order.
+        num_elements: length of each of its shards, padding included.
+        start: where its parameters begin in the gathered unit, in bytes.
+    """
+
+    index: int
+    unit: int
+    position: int
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    step_dtype: torch.dtype
+    stepped: bool
+    slots: list[Slot]
+    num_elements: int = 0
+    start: int = 0
+
+    def key(self, kind: str) -> ShardKey:
+        """The shard of one kind of state."""
+        return ShardKey(self.unit, self.position, kind)
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """The size of a shard of this part in ``dtype``."""
+        return self.num_elements * dtype.itemsize
+
+    @property
+    def param_bytes(self) -> int:
+        """The size of its gathered parameters."""
+        return self.num_bytes(self.compute_dtype)
+
+    @property
+    def stop(self) -> int:
+        """Where its parameters end in the gathered unit, in bytes."""
+        return self.start + self.param_bytes
+
+    def lay_out(self) -> None:
+        """Give each slot its offset and the part its length."""
+        end = 0
+        for slot in self.slots:
+            slot.offset = -(-end // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+            end = slot.offset + slot.num_elements
+        self.num_elements = max(-(-end // PART_ALIGNMENT), 1) * PART_ALIGNMENT
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """What is gathered together.
+
+    Attributes:
+        index: number among all units, in the order of the model's parameters.
+        name: what users know it by.
+        triggers: modules whose forward needs it, with their names.
+        parts: its parts, in order.
+        version: how many optimizer steps have changed it.
+        forward_depth: how many of its triggers' forwards are running.
+        held_for_backward: whether backward keeps it gathered.
+    """
+
+    index: int
+    name: str
+    triggers: list[tuple[str, nn.Module]]
+    parts: list[Part]
+    device: torch.device
+    state: UnitState = UnitState.RELEASED
+    version: int = 0
+    forward_depth: int = 0
+    held_for_backward: bool = False
+    buffer: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the gathered unit."""
+        return self.parts[-1].stop if self.parts else 0
+
+    def bind(self, buffer: torch.Tensor) -> None:
+        """Make every parameter a view of ``buffer``: ``uint8``, shape ``(num_bytes,)``, on the device."""
+        for part in self.parts:
+            flat = buffer[part.start : part.stop].view(part.compute_dtype)
+            for slot in part.slots:
+                slot.param.data = slot.view(flat)
+        self.buffer = buffer
+        self.state = UnitState.GATHERED
+
+    def unbind(self) -> None:
+        """Make every parameter a placeholder of its true shape."""
+        self.buffer = None
+        self.state = UnitState.RELEASED
+        for part in self.parts:
+            for slot in part.slots:
+                slot.param.data = placeholder(slot.shape, part.compute_dtype, self.device)
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One element seen as ``shape``: true about its shape, and NaN to read where the dtype has one."""
+    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)

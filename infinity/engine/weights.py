@@ -1,0 +1,105 @@
+"""Whole values of parameters that are away: reading them one at a time, and state dicts that stream.
+
+``engine.state_dict()`` is a mapping with the names of ``module.state_dict()`` that reads each tensor when it is asked
+for, at full precision (master weights where there are any); iterating over its items holds one tensor at a time.
+``module.state_dict()`` works as on any module, in the precision that computes, and holds everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.engine.unit import MASTER, PARAM, Part, Slot
+from infinity.store.loop import LoopThread
+from infinity.store.store import TieredStore
+
+_OWNER = "reader"
+
+
+class WeightReader:
+    """Copies of parameters, wherever they are.
+
+    Args:
+        loop: the loop thread.
+        store: the shards.
+        parts: all parts.
+        has_master: whether stepped parts have master weights.
+    """
+
+    def __init__(self, loop: LoopThread, store: TieredStore, parts: Sequence[Part], *, has_master: bool) -> None:
+        self._loop = loop
+        self._store = store
+        self._has_master = has_master
+        self._places: dict[nn.Parameter, tuple[Part, Slot]] = {
+            slot.param: (part, slot) for part in parts for slot in part.slots
+        }
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._places
+
+    def read(self, param: nn.Parameter, *, full: bool) -> torch.Tensor:
+        """A copy of a parameter on the CPU, of its true shape.
+
+        Args:
+            param: a parameter of the model.
+            full: the value that is stepped (fp32 master weights where there are any), not the one that computes.
+
+        Raises:
+            StorageError: its shard could not be read.
+        """
+        part, slot = self._places[param]
+        kind, dtype = PARAM, part.compute_dtype
+        if full and self._has_master and part.stepped:
+            kind, dtype = MASTER, part.step_dtype
+        key = part.key(kind)
+        lease = self._loop.run(self._store.fetch(key, owner=_OWNER))
+        try:
+            return slot.view(lease.tensor.view(dtype)).clone()
+        finally:
+            self._loop.call_soon(self._release, part, kind)
+
+    def _release(self, part: Part, kind: str) -> None:
+        self._store.release(part.key(kind), owner=_OWNER)
+
+
+class StreamingStateDict(Mapping[str, Any]):
+    """A model's state by name, each value read when it is asked for.
+
+    Parameters come as copies on the CPU at full precision, buffers as they are. ``dict(state)`` holds everything.
+    """
+
+    def __init__(self, entries: Mapping[str, Any], reader: WeightReader) -> None:
+        self._entries = dict(entries)
+        self._reader = reader
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._entries[name]
+        if isinstance(value, nn.Parameter) and value in self._reader:
+            return self._reader.read(value, full=True)
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def hook_state_dicts(model: nn.Module, reader: WeightReader) -> list[Any]:
+    """Make ``state_dict()`` of the model and of each of its modules give true values; returns the hooks' handles."""
+
+    def fill_in(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+        for name, param in module._parameters.items():
+            # With keep_vars=True the parameter itself is asked for, and stands there.
+            if param is not None and param in reader and state.get(prefix + name) is not param:
+                state[prefix + name] = reader.read(param, full=False)
+
+    return [
+        module.register_state_dict_post_hook(fill_in)  # type: ignore[no-untyped-call]
+        for module in model.modules()
+        if any(param is not None for param in module._parameters.values())
+    ]

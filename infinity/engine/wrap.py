@@ -1,0 +1,140 @@
+"""Which modules are units.
+
+Automatic units, in one walk over the module tree:
+
+* a *block*: a module with children that stands in a ``ModuleList``, ``ModuleDict`` or ``Sequential`` beside another of
+  its class (a transformer layer, a residual block). A block that would not leave room to prefetch another, or that
+  itself consists mostly of smaller blocks (stages of layers, a mixture's experts), is opened: its children are asked;
+* a module outside every block with much of its own (an embedding, a head) alone;
+* the *rest*, small parameters outside every block (a final norm, a class token), together;
+* a parameter that modules of different units share (tied weights) in a unit of its own, which each of these modules
+  gathers: its values exist once.
+
+Every module that owns a parameter of a unit gathers it, not only the block: a submodule called by itself, or recomputed
+by a checkpoint inside a block, works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_LARGE_BYTES = 1 << 20
+_REST = "(rest)"
+_ROOT = "(root)"
+
+
+@dataclass(slots=True)
+class UnitPlan:
+    """A unit before it has a layout.
+
+    Attributes:
+        name: the block's or module's qualified name, or "(rest)", "(root)" or "(tied) NAME".
+        params: its parameters by qualified name, in the model's order.
+        triggers: the modules whose forward needs it, by qualified name, outermost first.
+    """
+
+    name: str
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    triggers: list[tuple[str, nn.Module]] = field(default_factory=list)
+
+
+def plan_units(model: nn.Module, units: str | Sequence[str], *, max_unit_bytes: int) -> list[UnitPlan]:
+    """Divide a model's parameters into units.
+
+    Args:
+        model: the user's model.
+        units: ``"auto"``, or the class names of the modules to take as blocks.
+        max_unit_bytes: an automatic block larger than this is opened.
+
+    Returns:
+        The units in the order of their first parameter; every parameter is in exactly one.
+    """
+    modules = dict(model.named_modules())
+    blocks = dict(_blocks(model, units, max_unit_bytes))
+    block_of = {name: _enclosing(name, blocks) for name in modules}
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in modules.items():
+        for param in module._parameters.values():
+            if param is not None:
+                owners.setdefault(param, []).append(name)
+
+    plans: dict[str, UnitPlan] = {}
+    for name, param in model.named_parameters():
+        unit = _unit_of(param, owners[param], block_of, modules)
+        plan = plans.setdefault(unit, UnitPlan(unit))
+        if not plan.params and unit in blocks:
+            plan.triggers.append((unit, modules[unit]))
+        plan.params.append((name, param))
+        known = {id(module) for _, module in plan.triggers}
+        plan.triggers += [(owner, modules[owner]) for owner in owners[param] if id(modules[owner]) not in known]
+    return list(plans.values())
+
+
+def _unit_of(
+    param: nn.Parameter, owners: list[str], block_of: dict[str, str | None], modules: dict[str, nn.Module]
+) -> str:
+    homes = {block_of[owner] for owner in owners}
+    if len(homes) == 1 and (home := homes.pop()) is not None:
+        return home
+    if len(owners) > 1:
+        return f"(tied) {owners[0]}"
+    own = sum(_num_bytes(p) for p in modules[owners[0]]._parameters.values() if p is not None)
+    return (owners[0] or _ROOT) if own >= _LARGE_BYTES else _REST
+
+
+def _blocks(model: nn.Module, units: str | Sequence[str], max_unit_bytes: int) -> Iterator[tuple[str, nn.Module]]:
+    def walk(name: str, module: nn.Module, is_block: bool) -> Iterator[tuple[str, nn.Module]]:
+        if is_block:
+            yield name, module
+            return
+        repeated = _repeated(module)
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if units == "auto":
+                chosen = type(child) in repeated and _module_bytes(child) <= max_unit_bytes and not _is_stage(child)
+            else:
+                chosen = type(child).__name__ in units
+            yield from walk(path, child, chosen)
+
+    yield from walk("", model, False)
+
+
+def _repeated(module: nn.Module) -> set[type[nn.Module]]:
+    """Classes that occur at least twice among a container's children, with children and parameters of their own."""
+    if not isinstance(module, _CONTAINERS):
+        return set()
+    kinds = [type(c) for c in module.children() if any(True for _ in c.children()) and _module_bytes(c)]
+    return {kind for kind in kinds if kinds.count(kind) >= 2}
+
+
+def _is_stage(module: nn.Module) -> bool:
+    """Whether most of a block's bytes lie in blocks of its own."""
+    inner = sum(
+        _module_bytes(child)
+        for container in module.modules()
+        for child in container.children()
+        if type(child) in _repeated(container)
+    )
+    return inner * 2 > _module_bytes(module)
+
+
+def _enclosing(name: str, blocks: dict[str, nn.Module]) -> str | None:
+    """The block that a module is or lies in."""
+    path = name
+    while path:
+        if path in blocks:
+            return path
+        path = path.rpartition(".")[0]
+    return None
+
+
+def _num_bytes(param: nn.Parameter) -> int:
+    return param.numel() * param.element_size()
+
+
+def _module_bytes(module: nn.Module) -> int:
+    return sum(_num_bytes(param) for param in module.parameters())

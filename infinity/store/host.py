@@ -1,0 +1,70 @@
+"""The host tier: shards in page-aligned RAM under a hard budget, backed by NVMe where there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from infinity.io.memory import allocate
+from infinity.store.pool import BufferPool
+from infinity.store.residency import Fill, Residency, Spill
+from infinity.store.shard import ShardKey
+from infinity.trace import TierUsage
+
+
+class HostTier:
+    """Shards in host memory.
+
+    Args:
+        budget_bytes: the hard bound.
+        distance: how far away a shard's next use is.
+        fill: brings a shard in from the tier below.
+        spill: writes a shard to the tier below; ``None`` when there is none.
+        headroom_bytes: how much to keep free or clean by writing ahead of need.
+        pin: register the memory with the accelerator's runtime.
+        poison: fill released memory with NaN.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        distance: Callable[[ShardKey], float],
+        fill: Fill[ShardKey],
+        spill: Spill[ShardKey] | None,
+        headroom_bytes: Callable[[], int],
+        pin: bool,
+        poison: bool,
+    ) -> None:
+        # Pages come at the first touch, on the thread that touches: mapping must not block the loop.
+        self.pool = BufferPool("ram", budget_bytes, lambda size: allocate(size, pin=pin, populate=pin), poison=poison)
+        self.residency: Residency[ShardKey] = Residency(
+            self.pool, distance=distance, fill=fill, spill=spill, headroom_bytes=headroom_bytes
+        )
+        self._copier = ThreadPoolExecutor(1, "infinity-copy")
+
+    async def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy between two host ``uint8`` tensors of equal size, on a thread of its own and without the GIL."""
+        job = asyncio.get_running_loop().run_in_executor(self._copier, np.copyto, target.numpy(), source.numpy())
+        try:
+            await asyncio.shield(job)
+        except asyncio.CancelledError:
+            while not job.done():  # the thread still uses both buffers
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([job])
+            raise
+
+    def usage(self) -> TierUsage:
+        """Bytes leased now, at most, and allowed."""
+        return self.pool.usage()
+
+    async def aclose(self) -> None:
+        """Join what moves and give the memory back."""
+        await self.residency.close()
+        self.pool.close()
+        await asyncio.to_thread(self._copier.shutdown)
