@@ -36,6 +36,7 @@ skipping generators ahead by arithmetic (depends on kernel, strides and vector l
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import math
@@ -88,7 +89,7 @@ def deferred_init(*, threshold_bytes: int = 64 * 1024) -> Iterator[None]:
     Raises:
         ModelError: construction does something that cannot be recorded; the message names it and says what to do.
     """
-    with _Facade(), _Recorder(threshold_bytes):
+    with _Recorder(threshold_bytes) as recorder, _Facade(recorder):
         yield
 
 
@@ -147,7 +148,7 @@ def _describe(tensor: Tensor) -> str:
 def _refuse_unknown(tensor: Tensor) -> NoReturn:
     if tensor.device.type == "meta":
         raise ModelError(
-            f"materialize: expected a tensor made inside infinity.deferred_init(), got a plain meta {_describe(tensor)}, "
+            f"materialize: expected a tensor from infinity.deferred_init(), got a plain meta {_describe(tensor)} "
             "of which no initialisation was recorded. Construct the model under infinity.deferred_init() instead of "
             'torch.device("meta"), and initialise and convert it inside; or give it real values first'
         )
@@ -155,6 +156,30 @@ def _refuse_unknown(tensor: Tensor) -> NoReturn:
         f"materialize: expected a deferred tensor, got a real {_describe(tensor)} on {tensor.device}; "
         "it has its values already (ask is_deferred first)"
     )
+
+
+class _Heap:
+    """Gives back what large buffers leave behind.
+
+    glibc keeps freed blocks of up to 32 MiB for reuse. A small allocation that takes a bite of one makes it too small
+    for the next buffer of its size, so construction would leave one hole per tensor: all the memory after all.
+    """
+
+    TRIM_BYTES = 16 << 20
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._used_bytes = 0
+
+    def use(self, nbytes: int) -> None:
+        """Count a buffer that lives for a short while; now and then, return the pages of earlier ones to the system."""
+        if self._used_bytes >= self.TRIM_BYTES and self._trim is not None:
+            self._used_bytes = 0
+            self._trim(0)
+        self._used_bytes += nbytes
+
+
+_heap = _Heap()
 
 
 @contextlib.contextmanager
@@ -167,10 +192,13 @@ def _bare() -> Iterator[None]:
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for device_type in ("cpu", "cuda", "xpu", "mps"):
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
+        for device_type in _autocast_types():
+            stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+def _autocast_types() -> list[str]:
+    return [device_type for device_type in ("cpu", "cuda", "xpu", "mps") if torch.is_autocast_enabled(device_type)]
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -352,6 +380,8 @@ class _Bench:
 
     def slot_of(self, tensor: Tensor) -> _Slot | None:
         """The slot in whose buffer ``tensor`` lies."""
+        if not _is_dense(tensor):
+            return None
         address = tensor.untyped_storage()._cdata
         return next((slot for slot, buffer in self._buffers.items() if buffer._cdata == address), None)
 
@@ -380,6 +410,7 @@ class _Bench:
 
     def run(self, op: _Op, *, live: bool = False) -> Any:
         """Run one operator on the buffers as they are; ``live``: draw from the generator itself."""
+        _heap.use(sum(slot.nbytes for slot in op.writes))
         inputs: set[int] = set()
 
         def real(leaf: Any) -> Any:
@@ -473,9 +504,10 @@ class _Call:
             if kwargs.get(name) is not None:
                 kwargs[name] = value
         try:
-            return self.func(*args, **kwargs)
+            result = self.func(*args, **kwargs)
         except RuntimeError:  # a call that is wrong says so better when it runs for real
             return _UNKNOWN
+        return result if all(map(_is_dense, _tensors(result))) else _UNKNOWN
 
     def is_random(self) -> bool:
         return torch.Tag.nondeterministic_seeded in self.func.tags or _takes_generator(self.func)
@@ -541,6 +573,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._threshold_bytes = threshold_bytes
         self._bench = _Bench(keep=True)
+        self.autocast_types: list[str] = []  # where autocast is on; hidden from here, so the facade tells
 
     def __torch_dispatch__(
         self, func: OpOverload[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -595,6 +628,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.refuse(f"it mixes a deferred tensor with a {type(wrapper).__name__}")
         if any(tensor.is_meta and _cell(tensor) is None for tensor in call.tensors):
             call.refuse("it mixes a deferred tensor with a plain meta tensor, which has no values")
+        kind = call.place().type
+        if kind in self.autocast_types and torch._C._dispatch_has_kernel_for_dispatch_key(
+            call.func.name(), f"Autocast{kind.upper()}"
+        ):
+            call.refuse("torch.autocast is on, and PyTorch does not apply it to tensors without values")
         if into_real and (torch.Tag.inplace_view in call.func.tags or any(map(_cell, call.mutated))):
             call.refuse("it changes real and deferred tensors together")
 
@@ -629,23 +667,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves, spec = tree_flatten(result)
         for position, leaf in enumerate(leaves):
             if position in new:
-                if not _is_dense(leaf):
-                    call.refuse(f"its result is not a dense tensor but {leaf.layout}")
                 leaves[position] = meta = _as_meta(leaf)
                 place = call.place() if leaf.is_meta else leaf.device
+                _heap.use(0 if leaf.is_meta else leaf.untyped_storage().nbytes())
                 cell = _cell(meta) or _Cell(meta.untyped_storage(), place, op)
                 op.outputs[position] = _View.of(meta, cell.slot)
                 op.writes.add(cell.slot)
             elif isinstance(leaf, Tensor) and not leaf.is_meta and (slot := self._bench.slot_of(leaf)):
-                changed = [tensor for tensor in call.mutated if (cell := _cell(tensor)) and cell.slot is slot]
-                if not changed:
+                same = [tensor for tensor in call.mutated if _slot(tensor) is slot]
+                if not same:
                     call.refuse("its result is a view, and it is not implemented for meta tensors")
-                leaves[position] = changed[0]
+                leaves[position] = same[0]
         for tensor in call.mutated:
-            cell = _cell(tensor)
-            assert cell is not None
-            cell.last = op
-            cell.saw(_version(tensor) + 1)  # counted when this call returns
+            changed = _cell(tensor)
+            assert changed is not None
+            changed.last = op
+            changed.saw(_version(tensor) + 1)  # counted when this call returns
         op.touches |= op.writes
         self._pin_default_dtype(call, op)
         return tree_unflatten(leaves, spec)
@@ -666,9 +703,14 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _place(tensor: Tensor) -> torch.device:
+def _slot(tensor: Tensor) -> _Slot | None:
     cell = _cell(tensor)
-    return tensor.device if cell is None else cell.slot.device
+    return None if cell is None else cell.slot
+
+
+def _place(tensor: Tensor) -> torch.device:
+    slot = _slot(tensor)
+    return tensor.device if slot is None else slot.device
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
@@ -722,7 +764,10 @@ _ANSWERS: dict[str, Callable[[_Slot], object]] = {
 _ON_VALUES = frozenset({"tolist", "numpy", "__array__"})
 _ON_EMPTY = frozenset({"new", "new_tensor"})  # use dtype and device only
 _INDEXED = frozenset({"__getitem__", "__setitem__"})
-_REFUSED = frozenset({"data_ptr", "share_memory_", "__reduce_ex__", "__dlpack__"})
+_REFUSED = frozenset(
+    # The storages are what pickling asks for.
+    {"data_ptr", "share_memory_", "__dlpack__", "storage", "_typed_storage", "untyped_storage"}
+)
 
 
 class _Facade(TorchFunctionMode):
@@ -731,10 +776,15 @@ class _Facade(TorchFunctionMode):
     Much code skips meta tensors, above all ``torch.nn.init``, or makes helpers on ``tensor.device``.
     """
 
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._recorder.autocast_types = _autocast_types()
         name = getattr(func, "__name__", "")
         if name in {"__get__", "__set__"}:
             name = f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
@@ -780,6 +830,6 @@ def _index(index: Any, device: torch.device) -> Any:
     """``index`` with its lists as tensors, which PyTorch would otherwise make on the meta device, without values."""
     if isinstance(index, tuple):
         return tuple(_index(part, device) for part in index)
-    if isinstance(index, list) and all(isinstance(leaf, int) for leaf in tree_leaves(index)):
-        return torch.tensor(index, device=device)
-    return index
+    if not isinstance(index, list) or not all(isinstance(leaf, int) for leaf in tree_leaves(index)):
+        return index
+    return torch.tensor(index, device=device) if index else torch.empty(0, dtype=torch.long, device=device)

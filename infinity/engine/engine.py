@@ -86,7 +86,7 @@ class Engine:
         stepped = {param for group in optimizer.param_groups for param in group["params"]}
         names = expected_states(optimizer)
         self._units = lay_out_units(
-            plan_units(model, config.units, max_unit_bytes=config.hbm // 2),
+            plan_units(model, config.units, max_unit_bytes=max(config.hbm // 2, 1)),
             stepped,
             self._precision,
             device,

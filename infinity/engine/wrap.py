@@ -6,7 +6,8 @@ Automatic units, in one walk over the module tree:
   its class (a transformer layer, a residual block). A block that would not leave room to prefetch another, or that
   itself consists mostly of smaller blocks (stages of layers, a mixture's experts), is opened: its children are asked;
 * a module outside every block with much of its own (an embedding, a head) alone;
-* the *rest*, small parameters outside every block (a final norm, a class token), together;
+* the *rest*, small parameters outside every block (a final norm, a class token), together, in model order and in runs no
+  larger than an automatic block may be;
 * a parameter that modules of different units share (tied weights) in a unit of its own, which each of these modules
   gathers: its values exist once.
 
@@ -48,7 +49,7 @@ def plan_units(model: nn.Module, units: str | Sequence[str], *, max_unit_bytes: 
     Args:
         model: the user's model.
         units: ``"auto"``, or the class names of the modules to take as blocks.
-        max_unit_bytes: an automatic block larger than this is opened.
+        max_unit_bytes: an automatic block larger than this is opened; positive.
 
     Returns:
         The units in the order of their first parameter; every parameter is in exactly one.
@@ -63,8 +64,13 @@ def plan_units(model: nn.Module, units: str | Sequence[str], *, max_unit_bytes: 
                 owners.setdefault(param, []).append(name)
 
     plans: dict[str, UnitPlan] = {}
+    rest_bytes = 0
     for name, param in model.named_parameters():
         unit = _unit_of(param, owners[param], block_of, modules)
+        if unit == _REST:
+            rest_bytes += _num_bytes(param)
+            run = rest_bytes // max_unit_bytes
+            unit = f"{_REST} {run + 1}" if run else _REST
         plan = plans.setdefault(unit, UnitPlan(unit))
         if not plan.params and unit in blocks:
             plan.triggers.append((unit, modules[unit]))
