@@ -52,7 +52,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class IOStatistics:
-    """What a backend has moved since it was opened. Bytes count completed work only; seconds are summed over threads."""
+    """What a backend has moved since it was opened. Bytes count completed work; seconds are summed over threads."""
 
     read_bytes: int = 0
     written_bytes: int = 0

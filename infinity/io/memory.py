@@ -1,4 +1,4 @@
-"""Page-aligned host memory of exact size, in huge pages where the system has them, pinned where a device copies from it.
+"""Page-aligned host memory of exact size, in huge pages where the system has them, pinned where a device needs it.
 
 Why not ``torch.empty``: its addresses are not page aligned (O_DIRECT refuses them with EINVAL), and default 4 KiB pages
 cost up to half the disk's bandwidth and five times the CPU per byte (measured; direct I/O pins every page of every
@@ -28,15 +28,16 @@ def round_up(num_bytes: int, alignment: int) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-def allocate(num_bytes: int, *, pin: bool = False) -> torch.Tensor:
+def allocate(num_bytes: int, *, pin: bool = False, populate: bool = True) -> torch.Tensor:
     """Allocate host memory for direct I/O.
 
     Args:
         num_bytes: how many bytes; a multiple of ``PAGE_BYTES`` and not zero.
         pin: register the memory with the accelerator's runtime, for asynchronous copies.
+        populate: make every page present now; else pages come at the first touch, and the call costs microseconds.
 
     Returns:
-        A ``uint8`` tensor of shape ``(num_bytes,)``, page aligned (2 MiB aligned from 2 MiB on), every page present.
+        A ``uint8`` tensor of shape ``(num_bytes,)``, page aligned (2 MiB aligned from 2 MiB on), zeroed.
 
     Raises:
         MemoryError: the system has no more memory.
@@ -56,10 +57,11 @@ def allocate(num_bytes: int, *, pin: bool = False) -> torch.Tensor:
         with contextlib.suppress(OSError):
             memory.madvise(_MADV_HUGEPAGE, start, num_bytes)
     tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=num_bytes)
-    try:
-        memory.madvise(_MADV_POPULATE_WRITE, start, num_bytes)
-    except OSError:
-        tensor[::PAGE_BYTES] = 0
+    if populate:
+        try:
+            memory.madvise(_MADV_POPULATE_WRITE, start, num_bytes)
+        except OSError:
+            tensor[::PAGE_BYTES] = 0
     if pin:
         _pin(memory, tensor)
     return tensor
@@ -79,4 +81,4 @@ def _pin(memory: mmap.mmap, tensor: torch.Tensor) -> None:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host ``uint8`` tensor as a writable memoryview; keeps the tensor alive."""
-    return memoryview(tensor.numpy())
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]  # numpy for Python 3.10 declares no Buffer
