@@ -9,8 +9,8 @@ Guarantees
       before its marker goes, it is renamed back to a partial name. So a directory of that name without a marker is a
       stranger's and is refused untouched, and a crash at any step leaves a whole directory whose lock is free, or a
       partial one. The next start removes both.
-    * Only these are ever removed: the regular files ``lock``, ``owner.json``, ``shards.bin`` and ``*.infinity-tmp``
-      (scratch, such as probes) in a directory that carries the marker or a partial name, and that directory once
+    * Only these are ever removed: the regular files ``lock``, ``owner.json``, ``shards.bin`` and ``.infinity-probe-<16
+      hex>`` (of ``open_backend``) in a directory that carries the marker or a partial name, and that directory once
       empty. Nothing is followed through a symbolic link. The user's path itself is neither made nor removed.
 
 Starters and closers may meet at any step. Whoever locks a directory then checks that its path still leads to the very
@@ -55,9 +55,8 @@ SCHEMA = 1
 
 _LOCK = "lock"
 _OWNER = "owner.json"
-_DATA = re.compile(r"shards\.bin|[\w.-]+\.infinity-tmp")
-_JOB = re.compile(r"infinity-rank\d+(?P<partial>\.[0-9a-f]{16}\.partial)?")
-_MAX_OWNER_BYTES = 1 << 16
+_DATA = re.compile(r"shards\.bin|\.infinity-probe-[0-9a-f]{16}")
+_JOB = re.compile(r"infinity-rank\d+(\.[0-9a-f]{16}\.partial)?")
 _MAX_ATTEMPTS = 64
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
@@ -115,6 +114,7 @@ class JobDirectory:
             DiskFullError: no room for even a directory.
             StorageError: any other failure of a system call.
         """
+        assert rank >= 0
         path = Path(path).absolute()
         name = f"infinity-rank{rank}"
         with contextlib.ExitStack() as stack, _typed_errors(path):
@@ -175,9 +175,10 @@ def open_directories(paths: Sequence[str | os.PathLike[str]], *, rank: int = 0) 
     for path in map(Path, paths):
         with _typed_errors(path):
             status = path.stat()
-        first = seen.setdefault((status.st_dev, status.st_ino), path)
-        if first is not path:
-            raise DirectoryError(f"NVMe paths {first} and {path} are the same directory; give each once", path=path)
+        inode = (status.st_dev, status.st_ino)
+        if inode in seen:
+            raise DirectoryError(f"NVMe paths {seen[inode]} and {path} are one directory; give it once", path=path)
+        seen[inode] = path
     with contextlib.ExitStack() as stack:
         directories = []
         for path in seen.values():
@@ -324,12 +325,10 @@ def _create(parent: int, name: str, rank: int) -> _Held | None:
 
 def _discard(parent: int, partial: str) -> None:
     """Remove a directory of ours that never got its name; what cannot be removed is left to the next start."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         directory = os.open(partial, _OPEN_DIRECTORY, dir_fd=parent)
-        try:
-            _remove_marks(parent, partial, directory)
-        finally:
-            os.close(directory)
+        stack.callback(os.close, directory)
+        _remove_marks(parent, partial, directory)
 
 
 def _remove(parent: int, held: _Held) -> list[str]:
@@ -423,7 +422,7 @@ def _read_owner(directory: int) -> dict[str, object] | None:
     if descriptor is None:
         return None
     try:
-        owner = json.loads(os.read(descriptor, _MAX_OWNER_BYTES))
+        owner = json.loads(os.read(descriptor, 1 << 16))
     except (IsADirectoryError, ValueError, RecursionError):
         return None
     finally:

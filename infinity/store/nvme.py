@@ -1,10 +1,10 @@
 """The NVMe tier: shards in one large file per directory, moved with asynchronous direct I/O.
 
 Guarantees
-    * What was open is enough. Each file is preallocated to its share of the capacity, and a shard is placed wherever
-      room is: in one extent if a hole is large enough, else in several, else in several directories. So any shard that
-      fits the capacity by arithmetic fits in fact, no file ever grows, and a disk that was large enough at open stays
-      so.
+    * What was enough at open stays enough. Each file is preallocated to its share of the capacity, and a shard is
+      placed wherever room is: in one extent if a hole is large enough, else in several, else in several directories.
+      So any shard that fits the capacity by arithmetic fits in fact, no file ever grows, and a disk that was large
+      enough at open stays so.
     * ``write``, ``read`` and ``flush`` move every byte or raise a ``StorageError`` that names the shard and the file.
       After they end, however they end, the caller's memory is not touched any more.
     * A shard is readable once a write of it has ended well. A first write that failed or was cancelled leaves nothing.
@@ -32,13 +32,14 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol
 
+from infinity.config import BackendName
 from infinity.errors import BudgetError, ConfigError, DiskFullError, EngineStateError, StorageError
 from infinity.io.backend import DIRECT_ALIGNMENT, Backend, File, IOStatistics, Priority, Transfer
+from infinity.io.completion import InFlight, call_in_thread
 from infinity.io.open import Choice
 from infinity.io.open import open_backend as _open_backend
 from infinity.io.tasks import gather_all
@@ -46,16 +47,11 @@ from infinity.store.directory import JobDirectory, open_directories
 from infinity.store.shard import Extent, ExtentAllocator, ShardKey
 from infinity.trace import TierUsage
 
-if TYPE_CHECKING:
-    from infinity.config import BackendName
-
 STRIPE_BYTES = 1 << 20
 """A shard is cut over the directories when each gets at least this much."""
 
 MARGIN_BYTES = 16 << 20
 """What must stay free on a file system beyond our files: its own metadata for them, and other people's logs."""
-
-_T = TypeVar("_T")
 
 
 class OpenBackend(Protocol):
@@ -103,9 +99,7 @@ class NvmeTier:
         self._backends: list[Backend] = []
         self._volumes: list[_Volume] = []
         self._shards: dict[ShardKey, _Shard] = {}
-        self._num_in_flight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._in_flight = InFlight()
         self._closing: asyncio.Future[None] | None = None
 
     @classmethod
@@ -142,10 +136,10 @@ class NvmeTier:
             raise ConfigError("nvme: expected at least one directory for the NVMe tier, got none")
         tier = cls(capacity_bytes)
         try:
-            await _in_thread(lambda: tier._directories.extend(open_directories(paths, rank=rank)))
+            await call_in_thread(lambda: tier._directories.extend(open_directories(paths, rank=rank)))
             num_pages_each = -(-capacity_bytes // (DIRECT_ALIGNMENT * len(paths)))
             share_bytes = num_pages_each * DIRECT_ALIGNMENT
-            await _in_thread(partial(_check_free, tier._directories, capacity_bytes, share_bytes))
+            await call_in_thread(lambda: _check_free(tier._directories, capacity_bytes, share_bytes))
             for directory in tier._directories:
                 backend, choice = await open_backend(
                     backend_name, directory.path, num_threads=num_threads, block_bytes=block_bytes
@@ -188,7 +182,7 @@ class NvmeTier:
             shard = self._replace(key, source.nbytes)
         shard.writing = True
         try:
-            with self._in_flight(f"write of {key}"):
+            with self._doing(f"write of {key}"):
                 await gather_all(
                     volume.backend.write_many(batch, priority=priority) for volume, batch in _batches(shard, source)
                 )
@@ -223,7 +217,7 @@ class NvmeTier:
             raise self._error(f"{key}: expected a target of the length that was written", target, shard)
         shard.num_reads += 1
         try:
-            with self._in_flight(f"read of {key}"):
+            with self._doing(f"read of {key}"):
                 await gather_all(
                     volume.backend.read_many(batch, priority=priority) for volume, batch in _batches(shard, target)
                 )
@@ -247,15 +241,15 @@ class NvmeTier:
             EngineStateError: the tier is closed.
         """
         self._check_open()
-        with self._in_flight("flush of the NVMe tier"):
+        with self._doing("flush of the NVMe tier"):
             await gather_all(volume.backend.fsync(volume.file) for volume in self._volumes)
 
     def usage(self) -> TierUsage:
-        """Bytes that shards take now, the most they ever took, and the capacity."""
+        """Bytes that shards take now, the most they ever took, and the capacity; safe from any thread."""
         return TierUsage(self._used_bytes, self._peak_bytes, self._capacity_bytes)
 
     def statistics(self) -> IOStatistics:
-        """What all backends together have moved since ``open``."""
+        """What all backends have moved since they were opened, their probes included; safe from any thread."""
         total = IOStatistics()
         for part in (backend.statistics() for backend in self._backends):
             for field in dataclasses.fields(IOStatistics):
@@ -275,18 +269,28 @@ class NvmeTier:
         """
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
-        await _end_of(self._closing)
+        cancelled = False
+        while not self._closing.done():
+            try:
+                await asyncio.wait([self._closing])
+            except asyncio.CancelledError:
+                cancelled = True
+        error = self._closing.exception()
+        if cancelled:
+            raise asyncio.CancelledError
+        if error is not None:
+            raise error
 
     async def _close(self) -> None:
         try:
-            await self._idle.wait()
+            await self._in_flight.drained()
             await gather_all(backend.aclose() for backend in self._backends)
         finally:
             self._shards.clear()
             removal = contextlib.ExitStack()
             for directory in self._directories:
                 removal.callback(directory.close)
-            await _in_thread(removal.close)
+            await call_in_thread(removal.close)
 
     def _check_open(self) -> None:
         if self._closing is not None:
@@ -301,20 +305,15 @@ class NvmeTier:
         return shard
 
     @contextlib.contextmanager
-    def _in_flight(self, action: str) -> Iterator[None]:
+    def _doing(self, action: str) -> Iterator[None]:
         """Count an operation, so that ``aclose`` waits for it, and name it in the errors of the backend."""
-        self._num_in_flight += 1
-        self._idle.clear()
-        try:
-            yield
-        except StorageError as error:
-            error.message = f"{action}: {error.message}"
-            error.args = (error.message,)
-            raise
-        finally:
-            self._num_in_flight -= 1
-            if not self._num_in_flight:
-                self._idle.set()
+        with self._in_flight:
+            try:
+                yield
+            except StorageError as error:
+                error.message = f"{action}: {error.message}"
+                error.args = (error.message,)
+                raise
 
     def _replace(self, key: ShardKey, num_bytes: int) -> _Shard:
         """Give ``key`` extents for ``num_bytes`` instead of those it has."""
@@ -399,23 +398,3 @@ def _check_free(directories: Sequence[JobDirectory], capacity_bytes: int, share_
 
 def _in_gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.3f} GiB"
-
-
-async def _in_thread(function: Callable[[], _T]) -> _T:
-    """``asyncio.to_thread`` that does not end before the thread's work has, however often it is cancelled."""
-    return await _end_of(asyncio.get_running_loop().run_in_executor(None, function))
-
-
-async def _end_of(future: asyncio.Future[_T]) -> _T:
-    """Wait until ``future`` is done, through any cancellation of the caller, which is raised only then."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not future.cancelled():
-            future.exception()  # marks it as seen
-        raise cancelled
-    return future.result()

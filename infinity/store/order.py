@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
-
 _MAX_RECORDED = 1 << 18
 """Longest cycle that is recorded: training that never steps must not fill memory with its history."""
 

@@ -16,7 +16,7 @@ Rejected: one arena with a first-fit allocator (loses 10-20% of the budget to fr
 use order asks for); fixed slots (a 1 MB shard pins a 200 MB slot).
 
 A block may carry an *event*: work on an accelerator's stream that still reads it. The event travels with the block to
-its next lease, whose filler makes its own stream wait for it; no host thread waits.
+its next lease, whose filler makes its own stream wait for it; a host thread waits only where the block is unmapped.
 
 All methods belong to the loop thread; ``statistics`` may be called from any.
 """
@@ -35,7 +35,12 @@ from infinity.io.memory import PAGE_BYTES, round_up
 from infinity.trace import TierUsage
 
 _POISON = 0xFF
-"""Every float format reads this byte pattern as NaN."""
+"""Every float format reads this byte pattern as NaN, but for the ``fnuz`` variants of float8."""
+
+
+def lease_bytes(num_bytes: int) -> int:
+    """What a lease of ``num_bytes`` takes of the budget: whole pages."""
+    return max(round_up(num_bytes, PAGE_BYTES), PAGE_BYTES)
 
 
 class StreamEvent(Protocol):
@@ -57,16 +62,19 @@ class Lease:
     """An owned piece of a pool, until ``release``.
 
     Attributes:
+        num_bytes: how many bytes were asked for.
+        size_bytes: how many of the budget it takes.
         tensor: ``uint8``, shape ``(num_bytes,)``, page aligned on the host.
         after: an event that must have happened before the memory is written, or ``None``.
     """
 
-    __slots__ = ("_block", "_pool", "num_bytes")
+    __slots__ = ("_block", "_pool", "num_bytes", "size_bytes")
 
     def __init__(self, pool: BufferPool, block: Block, num_bytes: int) -> None:
         self._pool = pool
         self._block: Block | None = block
         self.num_bytes = num_bytes
+        self.size_bytes = block.tensor.numel()
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -81,10 +89,14 @@ class Lease:
         return self._block.after
 
     def release(self, after: StreamEvent | None = None) -> None:
-        """Give the memory back; ``after`` is the last work that reads it. Releasing twice is harmless."""
+        """Give the memory back; ``after`` is the last work that reads it. Releasing twice is harmless.
+
+        Without ``after`` the block keeps the event it came with: whoever leased it may never have waited for that.
+        """
         block, self._block = self._block, None
         if block is not None:
-            block.after = after
+            if after is not None:
+                block.after = after
             self._pool.take_back(block)
 
 
@@ -135,11 +147,14 @@ class BufferPool:
         Raises:
             MemoryError: the budget has room but the system does not.
         """
-        size = max(round_up(num_bytes, PAGE_BYTES), PAGE_BYTES)
+        size = lease_bytes(num_bytes)
         if size > self.free_bytes:
             return None
         block = self._reuse(size)
-        if block is None:
+        if block is not None:
+            if size in self._free:
+                self._free.move_to_end(size)
+        else:
             self._trim(self.budget_bytes - self._leased_bytes - size)
             block = Block(self._allocate(size))
             self._num_maps += 1

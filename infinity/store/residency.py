@@ -15,31 +15,36 @@ Guarantees
       write; if everything fits, nothing is ever written.
     * A failed fill leaves nothing resident; a failed write leaves the resident dirty and readable, and the error goes
       to the demand that needs the room.
+    * While a demand waits for room, no prefetch takes any.
     * A cancelled wait loses nothing: fills and writes are tasks of this class, joined in ``close``.
 
-``owner`` names who pins (training, optimizer, ...). A demand that finds everything pinned by its own owner, and nothing
-on the move, could wait for ever; it raises ``BudgetError`` instead.
+``owner`` names who pins (training, optimizer, ...), and is one thread of control: an owner that waits for room releases
+nothing meanwhile. A demand that finds nothing on the move, and everything pinned by owners that wait, would wait for
+ever; it raises ``BudgetError`` instead.
 
-Everything here belongs to the loop thread.
+Everything here belongs to the loop thread. The caller orders the calls for one key: nobody changes or discards what
+another holds, and nobody holds a resident to change it during a ``flush``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from infinity.errors import BudgetError
+from infinity.errors import BudgetError, EngineStateError
 from infinity.io.backend import Priority
-from infinity.store.pool import BufferPool, Lease, StreamEvent
+from infinity.store.pool import BufferPool, Lease, StreamEvent, lease_bytes
+from infinity.store.ranking import Ranking
 
 K = TypeVar("K", bound=Hashable)
 
-Fill = Callable[[K, Lease, Priority], Awaitable[None]]
-Spill = Callable[[K, Lease], Awaitable[None]]
+Fill = Callable[[K, Lease, Priority], Coroutine[Any, Any, None]]
+Spill = Callable[[K, Lease], Coroutine[Any, Any, None]]
 
 
 class State(enum.Enum):
@@ -53,27 +58,34 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _Resident(Generic[K]):
+    """Bytes of one key.
+
+    Attributes:
+        pins: how often each owner holds it.
+        num_joined: how many wait for its movement to end, and hold it until their turn.
+        task: its movement, until the state has followed.
+        error: why its fill failed.
+        void: it was reserved, and has not been released with content yet.
+        after: accelerator work that still reads the memory.
+    """
+
     key: K
     lease: Lease
     state: State
     pins: Counter[str] = field(default_factory=Counter)
+    num_joined: int = 0
     task: asyncio.Task[None] | None = None
     error: BaseException | None = None
+    void: bool = False
     after: StreamEvent | None = None
 
     @property
-    def num_bytes(self) -> int:
-        return self.lease.num_bytes
+    def size_bytes(self) -> int:
+        return self.lease.size_bytes
 
     @property
-    def idle(self) -> bool:
-        return not self.pins and self.state in (State.CLEAN, State.DIRTY)
-
-    def unpin(self, owner: str) -> None:
-        assert self.pins[owner] > 0, f"{self.key} released more often than fetched by {owner}"
-        self.pins[owner] -= 1
-        if not self.pins[owner]:
-            del self.pins[owner]
+    def held(self) -> bool:
+        return bool(self.pins) or self.num_joined > 0
 
 
 @dataclass(slots=True)
@@ -113,8 +125,15 @@ class Residency(Generic[K]):
         self._spill = spill
         self._headroom_bytes = headroom_bytes
         self._residents: dict[K, _Resident[K]] = {}
+        # Who may leave: residents that nobody holds and that do not move.
+        self._clean: Ranking[_Resident[K]] = Ranking(self._age)
+        self._dirty: Ranking[_Resident[K]] = Ranking(self._age)
+        self._clean_bytes = 0
+        self._writing_bytes = 0
+        self._demands: list[tuple[str, int]] = []  # those that wait for room: owner and bytes
         self._waiters: list[asyncio.Future[None]] = []
         self._write_ahead_failed = False
+        self._closed = False
 
     def __contains__(self, key: K) -> bool:
         return key in self._residents
@@ -124,7 +143,9 @@ class Residency(Generic[K]):
         resident = self._residents.get(key)
         return None if resident is None else resident.state
 
-    async def fetch(self, key: K, num_bytes: int, *, owner: str, update: bool = False) -> Lease:
+    async def fetch(
+        self, key: K, num_bytes: int, *, owner: str, update: bool = False, priority: Priority = Priority.DEMAND
+    ) -> Lease:
         """Pin ``key``, bringing its bytes in if they are not resident. A demand: it may wait and evict.
 
         Args:
@@ -132,32 +153,32 @@ class Residency(Generic[K]):
             num_bytes: its size.
             owner: who pins it.
             update: the caller will change the bytes; waits for a write in flight first.
+            priority: of the transfer, if there is one.
 
         Raises:
             BudgetError: it can never fit beside what its owner holds.
             StorageError: its bytes cannot be brought in, or room cannot be made.
+            EngineStateError: this is closed, now or while the call waited.
         """
         hit = key in self._residents
         while True:
+            self._check_open()
             resident = self._residents.get(key)
             if resident is None:
                 lease = await self._make_room(key, num_bytes, owner)
-                if key in self._residents:
-                    lease.release()
-                    continue
-                resident = self._start_fill(key, lease, Priority.DEMAND)
-            if resident.state is State.FILLING or (update and resident.state is State.WRITING):
-                await self._join(resident, owner)
-                if self._residents.get(key) is not resident:
-                    assert resident.error is not None
+                if lease is not None:
+                    self._start_fill(key, lease, priority)
+            elif resident.state is State.FILLING or (update and resident.state is State.WRITING):
+                await self._join(resident)
+                if resident.error is not None:
                     raise resident.error
-                continue
-            resident.pins[owner] += 1
-            self.statistics.num_hits += hit
-            self.statistics.num_misses += not hit
-            return resident.lease
+            else:
+                self._pin(resident, owner)
+                self.statistics.num_hits += hit
+                self.statistics.num_misses += not hit
+                return resident.lease
 
-    def prefetch(self, key: K, num_bytes: int) -> bool:
+    def prefetch(self, key: K, num_bytes: int, *, priority: Priority = Priority.PREFETCH) -> bool:
         """Start to bring ``key`` in if that takes nothing from anyone sooner; never waits.
 
         Returns:
@@ -168,32 +189,36 @@ class Residency(Generic[K]):
         lease = self._room_for_prefetch(key, num_bytes)
         if lease is None:
             return False
-        self._start_fill(key, lease, Priority.PREFETCH)
+        self._start_fill(key, lease, priority)
         return True
 
     async def reserve(self, key: K, num_bytes: int, *, owner: str) -> Lease:
         """Pin memory for ``key`` whose content the caller will write whole; what it held before is void.
 
+        If it is then released without being dirty, nothing of it stays resident.
+
         Raises:
             BudgetError: it can never fit beside what its owner holds.
             StorageError: room cannot be made.
+            EngineStateError: this is closed, now or while the call waited.
         """
         while True:
+            self._check_open()
             resident = self._residents.get(key)
             if resident is None:
                 lease = await self._make_room(key, num_bytes, owner)
-                if key in self._residents:
-                    lease.release()
-                    continue
-                resident = self._residents[key] = _Resident(key, lease, State.CLEAN)
+                if lease is not None:
+                    self._residents[key] = _Resident(key, lease, State.CLEAN)
             elif resident.state in (State.FILLING, State.WRITING):
-                await self._join(resident, owner)
-                continue
-            resident.pins[owner] += 1
-            return resident.lease
+                await self._join(resident)
+            else:
+                self._pin(resident, owner)
+                resident.state = State.CLEAN
+                resident.void = True
+                return resident.lease
 
     def release(self, key: K, *, owner: str, dirty: bool = False, after: StreamEvent | None = None) -> None:
-        """Unpin ``key``.
+        """Unpin ``key``; harmless after ``close``, which has already taken everything back.
 
         Args:
             key: what was pinned by ``fetch`` or ``reserve``.
@@ -201,22 +226,27 @@ class Residency(Generic[K]):
             dirty: its bytes changed.
             after: accelerator work that still reads the memory.
         """
+        if self._closed:
+            return
         resident = self._residents[key]
-        resident.unpin(owner)
+        assert resident.pins[owner] > 0, f"{key} released more often than fetched by {owner}"
+        resident.pins[owner] -= 1
+        if not resident.pins[owner]:
+            del resident.pins[owner]
         if dirty:
             assert resident.state is not State.WRITING, f"{key} changed while it was written"
             resident.state = State.DIRTY
+            resident.void = False
         if after is not None:
             resident.after = after
-        self._changed()
-        if self._spill is not None:
-            self._write_ahead()
+        self._settle_down(resident)
+        self._write_ahead()
 
     def release_all(self, *, owner: str) -> None:
         """Unpin everything that ``owner`` holds; for cleaning up after an interrupted operation."""
-        for resident in self._residents.values():
-            resident.pins.pop(owner, None)
-        self._changed()
+        for resident in list(self._residents.values()):
+            if resident.pins.pop(owner, 0):
+                self._settle_down(resident)
 
     async def discard(self, key: K) -> None:
         """Let ``key`` go without writing it; its bytes are void. Nothing happens when it is not resident."""
@@ -224,8 +254,8 @@ class Residency(Generic[K]):
             if resident.task is not None:
                 await asyncio.wait([resident.task])
                 continue
-            assert not resident.pins, f"{key} discarded while pinned by {dict(resident.pins)}"
-            self._evict(resident)
+            assert not resident.held, f"{key} discarded while in use by {dict(resident.pins)}"
+            self._remove(resident)
 
     async def settle(self) -> None:
         """Wait until nothing is on its way in. Errors are left to whoever fetches next."""
@@ -240,169 +270,234 @@ class Residency(Generic[K]):
         """
         if self._spill is None:
             return
-        for resident in list(self._residents.values()):
+        tasks = []
+        for resident in self._residents.values():
             if resident.state is State.DIRTY:
-                self._start_write(resident)
-        for resident in list(self._residents.values()):
-            if resident.state is State.WRITING:
-                await self._written(resident)
+                tasks.append(self._start_write(resident))
+            elif resident.state is State.WRITING and resident.task is not None:
+                tasks.append(resident.task)
+        if tasks:
+            await asyncio.wait(tasks)
+        for task in tasks:
+            _raise_failure(task)
 
     async def close(self) -> None:
-        """Cancel and join what is on the move, then give every lease back."""
-        tasks = [resident.task for resident in self._residents.values() if resident.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for resident in list(self._residents.values()):
-            self._evict(resident)
+        """Cancel and join what is on the move, then give every lease back. Closing twice is harmless.
+
+        Whoever still waits in here gets an ``EngineStateError``. A cancelled call ends only when all of this is done.
+        """
+        self._closed = True
         self._changed()
+        cancelled = False
+        for resident in self._residents.values():
+            if resident.task is not None:
+                resident.task.cancel()
+        while tasks := [r.task for r in self._residents.values() if r.task is not None]:
+            try:
+                await asyncio.wait(tasks)
+            except asyncio.CancelledError:
+                cancelled = True
+        for resident in list(self._residents.values()):
+            self._remove(resident)
+        if cancelled:
+            raise asyncio.CancelledError
 
     # Room
 
-    async def _make_room(self, key: K, num_bytes: int, owner: str) -> Lease:
-        while True:
-            lease = self.pool.acquire_nowait(num_bytes)
-            if lease is not None:
-                return lease
-            victim = max(
-                (r for r in self._residents.values() if r.idle and self._may_leave(r)),
-                key=self._age,
-                default=None,
-            )
-            if victim is None:
-                self._refuse_if_stuck(key, num_bytes, owner)
-                await self._change()
-            elif victim.state is State.CLEAN:
-                self._evict(victim)
-            else:
-                self._start_write(victim)
-                await self._written(victim)
+    async def _make_room(self, key: K, num_bytes: int, owner: str) -> Lease | None:
+        """Memory for a demand; ``None`` if ``key`` has become resident in the meantime."""
+        if lease_bytes(num_bytes) > self.pool.budget_bytes:
+            raise self._too_small(key, num_bytes)
+        with self._demanding(owner, num_bytes):
+            while key not in self._residents:
+                self._check_open()
+                lease = self.pool.acquire_nowait(num_bytes)
+                if lease is not None:
+                    return lease
+                victim = self._needed_last()
+                if victim is None:
+                    if self._stuck():
+                        raise self._too_small(key, num_bytes)
+                    await self._change()
+                elif victim.state is State.CLEAN:
+                    self._evict(victim)
+                else:
+                    task = self._start_write(victim)
+                    await asyncio.wait([task])
+                    _raise_failure(task)
+        return None
+
+    @contextlib.contextmanager
+    def _demanding(self, owner: str, num_bytes: int) -> Iterator[None]:
+        demand = (owner, num_bytes)
+        self._demands.append(demand)
+        try:
+            yield
+        finally:
+            self._demands.remove(demand)
+
+    def _needed_last(self) -> _Resident[K] | None:
+        """Who must leave next, dirty or clean."""
+        rankings = [self._clean] if self._spill is None else [self._clean, self._dirty]
+        last = [first for ranking in rankings for first in [next(ranking.latest_first(), None)] if first is not None]
+        return max(last, key=lambda entry: entry[0])[1] if last else None
 
     def _room_for_prefetch(self, key: K, num_bytes: int) -> Lease | None:
-        lease = self.pool.acquire_nowait(num_bytes)
-        if lease is not None:
-            return lease
-        distance = self._distance(key)
-        later = [r for r in self._residents.values() if r.idle and r.state is State.CLEAN and self._age(r) > distance]
-        later.sort(key=self._age, reverse=True)
-        victims, room = [], self.pool.free_bytes
-        for resident in later:
-            if room >= num_bytes:
-                break
-            victims.append(resident)
-            room += resident.lease.tensor.numel()
-        if room < num_bytes:
+        if self._closed or self._demands:
             return None
+        missing_bytes = lease_bytes(num_bytes) - self.pool.free_bytes
+        victims = []
+        if missing_bytes > 0:
+            distance = self._distance(key)
+            for age, resident in self._clean.latest_first():
+                if age <= distance:
+                    return None
+                victims.append(resident)
+                missing_bytes -= resident.size_bytes
+                if missing_bytes <= 0:
+                    break
+            else:
+                return None
         for resident in victims:
             self._evict(resident)
-        return self.pool.acquire_nowait(num_bytes)
+        try:
+            return self.pool.acquire_nowait(num_bytes)
+        except MemoryError:  # for a demand this is an error; ahead of need it is only too early
+            return None
 
     def _age(self, resident: _Resident[K]) -> float:
         return self._distance(resident.key)
 
-    def _may_leave(self, resident: _Resident[K]) -> bool:
-        return resident.state is State.CLEAN or self._spill is not None
-
     def _evict(self, resident: _Resident[K]) -> None:
-        del self._residents[resident.key]
-        resident.lease.release(resident.after)
+        self._remove(resident)
         self.statistics.num_evictions += 1
+
+    def _remove(self, resident: _Resident[K]) -> None:
+        del self._residents[resident.key]
+        self._rank(resident)
+        resident.lease.release(resident.after)
         self._changed()
 
-    def _refuse_if_stuck(self, key: K, num_bytes: int, owner: str) -> None:
+    def _stuck(self) -> bool:
+        """Whether nothing is left that could make room: all who hold memory wait for room themselves, and none has it."""
         residents = self._residents.values()
-        moving = any(r.task is not None for r in residents)
-        held_by_others = any(other != owner for r in residents for other in r.pins)
-        if moving or held_by_others:
-            return
-        pinned = sorted((r for r in residents if r.pins), key=lambda r: -r.num_bytes)
-        held = ", ".join(f"{r.key} ({r.num_bytes} bytes)" for r in pinned[:8]) or "nothing"
-        needed = num_bytes + sum(r.num_bytes for r in pinned)
-        raise BudgetError(
+        if any(r.task is not None or r.num_joined for r in residents):
+            return False
+        if any(lease_bytes(num_bytes) <= self.pool.free_bytes for _, num_bytes in self._demands):
+            return False
+        waiting = {owner for owner, _ in self._demands}
+        return all(owner in waiting for r in residents for owner in r.pins)
+
+    def _too_small(self, key: K, num_bytes: int) -> BudgetError:
+        may_leave = State.CLEAN if self._spill is None else State.DIRTY
+        staying = sorted(
+            (r for r in self._residents.values() if r.held or r.state not in (State.CLEAN, may_leave)),
+            key=lambda r: -r.size_bytes,
+        )
+        held = ", ".join(f"{r.key} ({r.size_bytes} bytes)" for r in staying[:8]) or "nothing"
+        needed = lease_bytes(num_bytes) + sum(r.size_bytes for r in staying)
+        return BudgetError(
             f"{self.pool.name} budget of {self.pool.budget_bytes} bytes is too small: {key} needs {num_bytes} bytes"
-            f" while in use at the same time: {held}{', ...' if len(pinned) > 8 else ''};"
+            f" while in use at the same time: {held}{', ...' if len(staying) > 8 else ''};"
             f" raise it to at least {needed} bytes"
         )
 
     # Movement
 
-    def _start_fill(self, key: K, lease: Lease, priority: Priority) -> _Resident[K]:
+    def _start_fill(self, key: K, lease: Lease, priority: Priority) -> None:
         resident = self._residents[key] = _Resident(key, lease, State.FILLING)
-        self._start(resident, self._run_fill(resident, priority))
-        return resident
 
-    async def _run_fill(self, resident: _Resident[K], priority: Priority) -> None:
-        try:
-            await self._fill(resident.key, resident.lease, priority)
-        except BaseException as error:
+        def end(error: BaseException | None) -> None:
             resident.error = error
-            self._evict(resident)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            resident.state = State.CLEAN
+            if error is None:
+                resident.state = State.CLEAN
+            else:
+                self._remove(resident)
 
-    def _start_write(self, resident: _Resident[K]) -> None:
-        resident.state = State.WRITING
-        resident.error = None
-        self._start(resident, self._run_write(resident))
+        self._start(resident, self._fill(key, lease, priority), end)
 
-    async def _run_write(self, resident: _Resident[K]) -> None:
+    def _start_write(self, resident: _Resident[K]) -> asyncio.Task[None]:
         assert self._spill is not None
-        try:
-            await self._spill(resident.key, resident.lease)
-        except BaseException as error:
-            resident.error = error
-            resident.state = State.DIRTY
-            self._write_ahead_failed = True
-            if not isinstance(error, Exception):
-                raise
-        else:
-            resident.state = State.CLEAN
-            self._write_ahead_failed = False
-            self.statistics.num_write_backs += 1
 
-    async def _written(self, resident: _Resident[K]) -> None:
-        assert resident.task is not None
-        await asyncio.wait([resident.task])
-        if resident.error is not None:
-            raise resident.error
+        def end(error: BaseException | None) -> None:
+            self._writing_bytes -= resident.size_bytes
+            self._write_ahead_failed = error is not None
+            if error is None:
+                resident.state = State.CLEAN
+                self.statistics.num_write_backs += 1
+            else:
+                resident.state = State.DIRTY
 
-    def _start(self, resident: _Resident[K], movement: Coroutine[Any, Any, None]) -> None:
-        def end(_: asyncio.Task[None]) -> None:
+        resident.state = State.WRITING
+        self._writing_bytes += resident.size_bytes
+        return self._start(resident, self._spill(resident.key, resident.lease), end)
+
+    def _start(
+        self, resident: _Resident[K], movement: Coroutine[Any, Any, None], end: Callable[[BaseException | None], None]
+    ) -> asyncio.Task[None]:
+        """Begin a movement. ``end`` runs before anyone who waits for the task, also if it was cancelled unbegun."""
+
+        def ended(task: asyncio.Task[None]) -> None:
             resident.task = None
-            self._changed()
+            end(_failure(task))
+            self._settle_down(resident)
 
         resident.task = asyncio.get_running_loop().create_task(movement)
-        resident.task.add_done_callback(end)
+        resident.task.add_done_callback(ended)
+        self._rank(resident)
+        return resident.task
 
-    async def _join(self, resident: _Resident[K], owner: str) -> None:
+    async def _join(self, resident: _Resident[K]) -> None:
         """Wait for a movement, holding the resident so that it cannot leave between its end and our turn."""
         assert resident.task is not None
-        resident.pins[owner] += 1
+        resident.num_joined += 1
         try:
             await asyncio.wait([resident.task])
         finally:
-            resident.unpin(owner)
+            resident.num_joined -= 1
+            self._settle_down(resident)
+        self._check_open()
+
+    def _pin(self, resident: _Resident[K], owner: str) -> None:
+        resident.pins[owner] += 1
+        self._rank(resident)
+
+    def _settle_down(self, resident: _Resident[K]) -> None:
+        """Something let go of the resident: it may leave now, and whoever waits for room looks again."""
+        if resident.void and not resident.held:
+            self._remove(resident)
+        self._rank(resident)
+        self._changed()
+
+    def _rank(self, resident: _Resident[K]) -> None:
+        """Enter the resident among those who may leave, or take it out."""
+        here = not resident.held and self._residents.get(resident.key) is resident
+        for ranking, state in ((self._clean, State.CLEAN), (self._dirty, State.DIRTY)):
+            belongs = here and resident.state is state
+            if belongs != (resident in ranking):
+                (ranking.add if belongs else ranking.discard)(resident)
+                if ranking is self._clean:
+                    self._clean_bytes += resident.size_bytes if belongs else -resident.size_bytes
 
     def _write_ahead(self) -> None:
         """Start to write the dirty residents needed last, until enough is free, clean or on its way out."""
-        if self._write_ahead_failed:
+        if self._spill is None or self._write_ahead_failed:
             return
-        residents = self._residents.values()
-        ready = self.pool.free_bytes + sum(
-            r.num_bytes for r in residents if r.state is State.WRITING or (r.idle and r.state is State.CLEAN)
-        )
-        headroom = self._headroom_bytes()
-        if ready >= headroom:
+        missing_bytes = self._headroom_bytes() - self.pool.free_bytes - self._clean_bytes - self._writing_bytes
+        if missing_bytes <= 0:
             return
-        for resident in sorted(
-            (r for r in residents if r.idle and r.state is State.DIRTY), key=self._age, reverse=True
-        ):
+        chosen = []
+        for _, resident in self._dirty.latest_first():
+            chosen.append(resident)
+            missing_bytes -= resident.size_bytes
+            if missing_bytes <= 0:
+                break
+        for resident in chosen:
             self._start_write(resident)
-            ready += resident.num_bytes
-            if ready >= headroom:
-                return
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineStateError(f"the {self.pool.name} tier is closed")
 
     def _changed(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -414,3 +509,15 @@ class Residency(Generic[K]):
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter
+
+
+def _failure(task: asyncio.Task[None]) -> BaseException | None:
+    if task.cancelled():
+        return EngineStateError("a transfer was cancelled: the engine is closing")
+    return task.exception()
+
+
+def _raise_failure(task: asyncio.Task[None]) -> None:
+    error = _failure(task)
+    if error is not None:
+        raise error

@@ -14,8 +14,8 @@ class ShardKey(NamedTuple):
 
     Attributes:
         unit: index of the unit in the model.
-        part: index of the optimizer sub-group within the unit; 0 where the unit has only one.
-        kind: what the bytes are: ``"parameters"``, ``"master"``, ``"gradients"`` or the name of an optimizer state.
+        part: index of the piece of the unit that is stepped at a time; 0 where there is only one.
+        kind: which kind of state the bytes are, in a word: the engine's business, and a name in messages here.
     """
 
     unit: int
