@@ -566,11 +566,11 @@ class _Call:
         )
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):
     """Sees every operator below autograd; makes large results deferred and records what is done to them."""
 
     def __init__(self, threshold_bytes: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._threshold_bytes = threshold_bytes
         self._bench = _Bench(keep=True)
         self.autocast_types: list[str] = []  # where autocast is on; hidden from here, so the facade tells
@@ -610,7 +610,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         looks = into_real or torch.Tag.data_dependent_output in call.func.tags
         result = _UNKNOWN if looks else call.on_meta()
         if result is _UNKNOWN:
-            result = self._bench.inspect(op)
+            result = tree_map(lambda leaf: self._off_bench(call, leaf), self._bench.inspect(op))
             if into_real:
                 return result
             new = self._large(call, result)
@@ -628,10 +628,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.refuse(f"it mixes a deferred tensor with a {type(wrapper).__name__}")
         if any(tensor.is_meta and _cell(tensor) is None for tensor in call.tensors):
             call.refuse("it mixes a deferred tensor with a plain meta tensor, which has no values")
-        kind = call.place().type
-        if kind in self.autocast_types and torch._C._dispatch_has_kernel_for_dispatch_key(
-            call.func.name(), f"Autocast{kind.upper()}"
-        ):
+        name, kind = call.func.name(), call.place().type
+        cast = torch._C._dispatch_has_kernel_for_dispatch_key
+        if kind in self.autocast_types and cast(name, f"Autocast{kind.upper()}"):
             call.refuse("torch.autocast is on, and PyTorch does not apply it to tensors without values")
         if into_real and (torch.Tag.inplace_view in call.func.tags or any(map(_cell, call.mutated))):
             call.refuse("it changes real and deferred tensors together")
@@ -648,6 +647,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             cell.saw(_version(tensor) + 1)
         return result
 
+    def _off_bench(self, call: _Call, leaf: Any) -> Any:
+        """A leaf of a real result; where it is the tensor that the operator changed, that is the deferred one."""
+        slot = self._bench.slot_of(leaf) if isinstance(leaf, Tensor) else None
+        if slot is None:
+            return leaf
+        for tensor in call.mutated:
+            if _slot(tensor) is slot:
+                return tensor
+        call.refuse("its result is a view, and it is not implemented for meta tensors")
+
     def _large(self, call: _Call, result: Any) -> dict[int, Tensor]:
         """The tensors in ``result`` that are new memory and large enough to be deferred, by position."""
         threshold_bytes = 0 if call.beside_deferred else self._threshold_bytes
@@ -659,25 +668,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and _is_dense(leaf)
             and leaf.untyped_storage().nbytes() >= threshold_bytes
             and leaf.untyped_storage()._cdata not in old
-            and self._bench.slot_of(leaf) is None
         }
 
     def _commit(self, call: _Call, op: _Op, result: Any, new: dict[int, Tensor]) -> Any:
         """Put ``op`` on the record of what it made (``new``) and changed; returns ``result`` as the caller gets it."""
         leaves, spec = tree_flatten(result)
-        for position, leaf in enumerate(leaves):
-            if position in new:
-                leaves[position] = meta = _as_meta(leaf)
-                place = call.place() if leaf.is_meta else leaf.device
-                _heap.use(0 if leaf.is_meta else leaf.untyped_storage().nbytes())
-                cell = _cell(meta) or _Cell(meta.untyped_storage(), place, op)
-                op.outputs[position] = _View.of(meta, cell.slot)
-                op.writes.add(cell.slot)
-            elif isinstance(leaf, Tensor) and not leaf.is_meta and (slot := self._bench.slot_of(leaf)):
-                same = [tensor for tensor in call.mutated if _slot(tensor) is slot]
-                if not same:
-                    call.refuse("its result is a view, and it is not implemented for meta tensors")
-                leaves[position] = same[0]
+        for position, leaf in new.items():
+            leaves[position] = meta = _as_meta(leaf)
+            place = call.place() if leaf.is_meta else leaf.device
+            _heap.use(0 if leaf.is_meta else leaf.untyped_storage().nbytes())
+            cell = _cell(meta) or _Cell(meta.untyped_storage(), place, op)
+            op.outputs[position] = _View.of(meta, cell.slot)
+            op.writes.add(cell.slot)
         for tensor in call.mutated:
             changed = _cell(tensor)
             assert changed is not None
@@ -777,7 +779,7 @@ class _Facade(TorchFunctionMode):
     """
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recorder = recorder
 
     def __torch_function__(

@@ -163,7 +163,7 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward from ``loss``; the same as ``loss.backward()``. Several before a ``step`` add up."""
         self._check_usable()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def step(self) -> None:
         """Step the optimizer and consume the gradients; the same as ``engine.optimizer.step()``.
@@ -183,6 +183,12 @@ class Engine:
         """The model's state by name, at full precision; each tensor is read when it is asked for."""
         self._check_usable()
         return StreamingStateDict(self.module.state_dict(keep_vars=True), self._reader)
+
+    def synchronize(self) -> None:
+        """Wait until every transfer that has begun has ended, as ``torch.cuda.synchronize`` does for kernels."""
+        self._check_usable()
+        for residency in (self._device.residency, self._store.host.residency):
+            self._resources.loop.run(residency.quiesce())
 
     def usage(self) -> dict[str, TierUsage]:
         """What each tier holds now, held at most, and may hold: ``"device"``, ``"host"``, ``"nvme"``."""

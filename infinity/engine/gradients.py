@@ -3,9 +3,18 @@
 A gradient lives on ``param.grad`` only from autograd's accumulation to the hook right after it. The sink copies it into
 the gradient shard of its part, in host memory, and the shard may then move to NVMe like any other until the step.
 
+What stands on ``param.grad`` afterwards is a ``KeptGradient``: true about shape and dtype, and an error to read, so that
+code which clips or inspects gradients by hand fails instead of finding none. It is also the truth about discarding:
+whoever sets ``param.grad = None`` (``model.zero_grad()``, a loop of the user's) has discarded the gradient, and whoever
+puts a tensor there has replaced it, exactly as in plain PyTorch.
+
 The dtype of sums: one backward's gradients are kept in the parameter's dtype, exactly as autograd made them. When a
 second backward arrives before the step and the optimizer steps in a wider dtype, the shard is promoted to that dtype
 (which is exact) and gradients are added in order of arrival: ``((g1 + g2) + g3)`` in fp32 under ``bf16``.
+
+Memory: a shard is pinned from the first to the last gradient that one backward brings it. Where that is too much at
+once (parameters that get none, or late ones), the others are let go and pinned again when they are needed; and nothing
+is pinned while backward waits for a unit (``let_go``), which the deadlock argument in ``store/pool.py`` asks for.
 
 Called on the thread that runs autograd's hooks; one backward runs at a time.
 """
@@ -14,16 +23,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
 from infinity.engine.prefetch import TRAINING, PrefetchScheduler
-from infinity.engine.unit import GRAD, GRAD_SUM, Part
-from infinity.errors import ModelError
+from infinity.engine.unit import GRAD, GRAD_SUM, Part, Slot, placeholder
+from infinity.errors import BudgetError, ModelError
 from infinity.store.loop import LoopThread
 from infinity.store.order import Use
 from infinity.store.shard import ShardKey
 from infinity.store.store import TieredStore
+
+_HARMLESS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "is_sparse", "requires_grad", "is_leaf", "grad_fn", "ndim")
+) | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.is_complex}
+
+
+class KeptGradient(torch.Tensor):
+    """What stands on ``param.grad`` while the engine keeps the gradient: a shape and no values.
+
+    Raises (on every use of its values):
+        ModelError: they are not there.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _HARMLESS:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        raise ModelError(
+            f"{getattr(func, '__name__', func)}: a gradient was read or changed between backward and step, but the "
+            "engine keeps gradients outside the parameters; let the engine clip them, and discard them with zero_grad()"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"<gradient of shape {tuple(self.shape)}, {self.dtype}, kept by infinity>"
 
 
 @dataclass(slots=True)
@@ -36,6 +74,7 @@ class _Gradients:
         backward: the backward that began the shard of this kind.
         flat: the pinned shard while it is open for writing.
         pending: slots whose gradient this backward has yet to bring.
+        exists: whether there is a shard.
     """
 
     kind: str = GRAD
@@ -43,6 +82,7 @@ class _Gradients:
     backward: int = 0
     flat: torch.Tensor | None = None
     pending: set[int] = field(default_factory=set)
+    exists: bool = False
 
 
 class GradientSink:
@@ -63,7 +103,16 @@ class GradientSink:
         self._scheduler = scheduler
         self._parts = parts
         self._gradients: dict[int, _Gradients] = {}
+        self._marks: dict[nn.Parameter, KeptGradient] = {}
         self._backward = 1
+
+    def expect(self, part: Part, position: int) -> None:
+        """Autograd is about to accumulate the gradient of a slot: what the user left on ``param.grad`` is honoured."""
+        slot = part.slots[position]
+        if self._is_kept(slot):
+            slot.param.grad = None
+        elif (gradients := self._gradients.get(part.index)) is not None:
+            gradients.arrived.pop(position, None)
 
     def arrive(self, part: Part, position: int, gradient: torch.Tensor) -> None:
         """Take the gradient of the part's slot at ``position``: the slot's shape, the part's compute dtype.
@@ -85,6 +134,7 @@ class GradientSink:
         assert gradients.flat is not None
         view = slot.view(gradients.flat)
         before = gradients.arrived.get(position)
+        gradient = gradient.detach()
         if before is None:
             view.copy_(gradient)
         elif before == self._backward and gradients.kind == GRAD_SUM:
@@ -96,21 +146,30 @@ class GradientSink:
         else:
             view.add_(gradient.to(view.device))
         gradients.arrived[position] = self._backward
+        slot.param.grad = self._mark(part, slot)
         gradients.pending.discard(position)
         if not gradients.pending:
             self._close(part, gradients)
 
+    def let_go(self, *, but: Part | None = None) -> None:
+        """Unpin every open shard but one; the next gradient of its part pins it again."""
+        for index, gradients in self._gradients.items():
+            if gradients.flat is not None and (but is None or index != but.index):
+                self._close(self._parts[index], gradients)
+
     def end_backward(self) -> None:
         """A backward is over, completely or not: let every open shard go. What comes next is another backward."""
-        for index, gradients in self._gradients.items():
-            if gradients.flat is not None:
-                self._close(self._parts[index], gradients)
+        self.let_go()
         self._backward += 1
 
     def discard(self) -> None:
         """Forget every gradient (``zero_grad``)."""
         self.end_backward()
         gradients, self._gradients = self._gradients, {}
+        for index, position in ((i, p) for i, g in gradients.items() for p in g.arrived):
+            slot = self._parts[index].slots[position]
+            if self._is_kept(slot):
+                slot.param.grad = None
         self._loop.run(self._delete(self._parts[i].key(g.kind) for i, g in gradients.items()))
 
     def take(self) -> dict[int, tuple[str, frozenset[int]]]:
@@ -119,21 +178,61 @@ class GradientSink:
         The receiver deletes the shards.
         """
         self.end_backward()
+        self._take_users()
         gradients, self._gradients = self._gradients, {}
-        return {index: (g.kind, frozenset(g.arrived)) for index, g in gradients.items()}
+        taken: dict[int, tuple[str, frozenset[int]]] = {}
+        discarded = []
+        for index, each in gradients.items():
+            slots = self._parts[index].slots
+            kept = frozenset(position for position in each.arrived if self._is_kept(slots[position]))
+            for position in kept:
+                slots[position].param.grad = None
+            if kept:
+                taken[index] = (each.kind, kept)
+            else:
+                discarded.append(self._parts[index].key(each.kind))
+        if discarded:
+            self._loop.run(self._delete(discarded))
+        return taken
+
+    def _take_users(self) -> None:
+        """Take gradients that the user has put onto parameters by hand."""
+        for part in self._parts:
+            for position, slot in enumerate(part.slots if part.stepped else ()):
+                gradient = slot.param.grad
+                if gradient is not None and not self._is_kept(slot):
+                    self.expect(part, position)
+                    self.arrive(part, position, gradient)
+        self.let_go()
+
+    def _is_kept(self, slot: Slot) -> bool:
+        return slot.param.grad is not None and slot.param.grad is self._marks.get(slot.param)
+
+    def _mark(self, part: Part, slot: Slot) -> KeptGradient:
+        mark = self._marks.get(slot.param)
+        if mark is None:
+            values = placeholder(slot.shape, part.compute_dtype, slot.param.device)
+            mark = self._marks[slot.param] = values.as_subclass(KeptGradient)
+        return mark
 
     def _open(self, part: Part, gradients: _Gradients) -> None:
         self._loop.call_soon(self._scheduler.touch, Use.GRADIENT, part.index)
-        widen = part.step_dtype != part.compute_dtype and gradients.kind == GRAD
-        if not gradients.arrived:
-            flat = self._put(part, GRAD, part.compute_dtype)
-        elif widen and gradients.backward != self._backward:
-            flat = self._promote(part, gradients)
-        else:
-            dtype = part.compute_dtype if gradients.kind == GRAD else part.step_dtype
-            flat = self._fetch(part, gradients.kind, dtype)
-        gradients.flat = flat
+        try:
+            gradients.flat = self._pin(part, gradients)
+        except BudgetError:
+            self.let_go(but=part)
+            gradients.flat = self._pin(part, gradients)
+        gradients.exists = True
         gradients.pending = {i for i, slot in enumerate(part.slots) if slot.param.requires_grad}
+
+    def _pin(self, part: Part, gradients: _Gradients) -> torch.Tensor:
+        if not gradients.exists:
+            return self._put(part, GRAD, part.compute_dtype)
+        if gradients.kind == GRAD_SUM:
+            return self._fetch(part, GRAD_SUM, part.step_dtype)
+        if part.step_dtype != part.compute_dtype and gradients.backward != self._backward:
+            return self._promote(part, gradients)
+        return self._fetch(part, GRAD, part.compute_dtype)
 
     def _close(self, part: Part, gradients: _Gradients) -> None:
         gradients.flat = None
@@ -142,7 +241,11 @@ class GradientSink:
 
     def _promote(self, part: Part, gradients: _Gradients) -> torch.Tensor:
         narrow = self._fetch(part, GRAD, part.compute_dtype)
-        wide = self._put(part, GRAD_SUM, part.step_dtype)
+        try:
+            wide = self._put(part, GRAD_SUM, part.step_dtype)
+        except BudgetError:
+            self._loop.call_soon(self._release, part, GRAD)
+            raise
         for position in gradients.arrived:
             slot = part.slots[position]
             slot.view(wide).copy_(slot.view(narrow))

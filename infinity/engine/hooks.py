@@ -209,9 +209,9 @@ class ModuleHooks:
             return
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(functools.partial(self._before_backward, unit))  # type: ignore[no-untyped-call]
+                tensor.register_hook(functools.partial(self._before_backward, unit))
         for tensor in ends:
-            tensor.register_hook(functools.partial(self._after_backward, unit))  # type: ignore[no-untyped-call]
+            tensor.register_hook(functools.partial(self._after_backward, unit))
 
     # Saved tensors
 
@@ -294,11 +294,18 @@ class ModuleHooks:
         for part, position in self._frozen:
             param = part.slots[position].param
             if param.requires_grad:
-                hook = functools.partial(self._take_gradient, part, position)
-                self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                before = functools.partial(self._before_gradient, part, position)
+                after = functools.partial(self._take_gradient, part, position)
+                self._hooks += [
+                    param.register_hook(before),
+                    param.register_post_accumulate_grad_hook(after),
+                ]
             else:
                 still_frozen.append((part, position))
         self._frozen = still_frozen
+
+    def _before_gradient(self, part: Part, position: int, gradient: torch.Tensor) -> None:
+        self._gradients.make_way(part, position)
 
     def _take_gradient(self, part: Part, position: int, param: torch.Tensor) -> None:
         self._watch_backward()

@@ -113,7 +113,7 @@ class Loader:
         if param.is_meta:
             real = nn.Parameter(away, requires_grad=param.requires_grad)
             real.__dict__.update(param.__dict__)
-            torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(param, real)
         else:
             param.data = away
 

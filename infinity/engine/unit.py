@@ -7,13 +7,14 @@ it is at least 128-byte aligned in every dtype and kernels run as on their own a
 multiple of ``PART_ALIGNMENT`` elements, so that shards and their places in the gathered unit are whole pages.
 
 Nothing is written onto a parameter but ``.data``: a view into the gathered buffer while gathered, and while released a
-tensor of the true shape that reads as NaN and takes no memory.
+tensor of the true shape that reads as NaN and takes no memory; and ``.grad``, see ``gradients.py``.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -133,8 +134,10 @@ class Unit:
         triggers: modules whose forward needs it, with their names.
         parts: its parts, in order.
         version: how many optimizer steps have changed it.
-        forward_depth: how many of its triggers' forwards are running.
+        forward_depth: how many running forwards use it: its triggers' and those that it is lent to.
         held_for_backward: whether backward keeps it gathered.
+        buffer: the gathered parameters, ``None`` while released.
+        versions: the parameters' version counters when it was gathered.
     """
 
     index: int
@@ -147,6 +150,12 @@ class Unit:
     forward_depth: int = 0
     held_for_backward: bool = False
     buffer: torch.Tensor | None = field(default=None, repr=False)
+    versions: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def slots(self) -> Iterator[Slot]:
+        """All its parameters' slots, in order."""
+        return (slot for part in self.parts for slot in part.slots)
 
     @property
     def num_bytes(self) -> int:
@@ -155,10 +164,12 @@ class Unit:
 
     def bind(self, buffer: torch.Tensor) -> None:
         """Make every parameter a view of ``buffer``: ``uint8``, shape ``(num_bytes,)``, on the device."""
-        for part in self.parts:
-            flat = buffer[part.start : part.stop].view(part.compute_dtype)
-            for slot in part.slots:
-                slot.param.data = slot.view(flat)
+        with torch.inference_mode(False):  # else the parameter would become a tensor that no training may use
+            for part in self.parts:
+                flat = buffer[part.start : part.stop].view(part.compute_dtype)
+                for slot in part.slots:
+                    slot.param.data = slot.view(flat)
+        self.versions = [slot.param._version for slot in self.slots]
         self.buffer = buffer
         self.state = UnitState.GATHERED
 
@@ -166,9 +177,17 @@ class Unit:
         """Make every parameter a placeholder of its true shape."""
         self.buffer = None
         self.state = UnitState.RELEASED
-        for part in self.parts:
-            for slot in part.slots:
-                slot.param.data = placeholder(slot.shape, part.compute_dtype, self.device)
+        with torch.inference_mode(False):
+            for part in self.parts:
+                for slot in part.slots:
+                    slot.param.data = placeholder(slot.shape, part.compute_dtype, self.device)
+
+    def changed_parameter(self) -> str | None:
+        """The name of a parameter that was changed in place since the unit was gathered."""
+        for slot, version in zip(self.slots, self.versions, strict=True):
+            if slot.param._version != version:
+                return slot.name
+        return None
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -99,7 +99,7 @@ def hook_state_dicts(model: nn.Module, reader: WeightReader) -> list[Any]:
                 state[prefix + name] = reader.read(param, full=False)
 
     return [
-        module.register_state_dict_post_hook(fill_in)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(fill_in)
         for module in model.modules()
         if any(param is not None for param in module._parameters.values())
     ]

@@ -1,0 +1,146 @@
+"""Saved tensors: what autograd keeps for backward, while the memory it would keep goes to another unit.
+
+Autograd would keep a gathered buffer through the tensors it saves, and would read them after the buffer has been used
+for something else. While a forward runs, ``saved_tensors_hooks`` turn each saved tensor whose storage is a gathered
+buffer (a weight, or a view such as its transpose) into a *handle*: unit, offset, size and stride. At backward the
+handle is unpacked from wherever the unit is gathered by then, gathering it first if need be. Everything else goes on to
+the hooks in force before (an activation checkpoint's, a user's), so nesting works.
+
+Two things that PyTorch does for saved tensors it leaves to whoever hooks them, and so are done here:
+
+* a tensor changed in place between forward and backward is an error, and not another gradient;
+* a backward that will itself be differentiated (``create_graph=True``) saves tensors while no forward runs, so it gets
+  copies of the weights, which live as long as its graph does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from infinity.engine.unit import Unit
+from infinity.errors import EngineStateError
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+class _Handle(NamedTuple):
+    """A saved tensor that lies in a unit's gathered buffer; ``offset`` in elements from the buffer's start."""
+
+    unit: Unit
+    version: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+
+class _Kept(NamedTuple):
+    """Any other saved tensor, with its version counter at the time."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _Outer(NamedTuple):
+    """A saved tensor that hooks outside ours have packed."""
+
+    unpack: Unpack
+    packed: Any
+
+
+class SavedTensors:
+    """The saved-tensor hooks of one engine.
+
+    Args:
+        hold: makes a unit gathered and keeps it so while a node of backward reads it.
+    """
+
+    def __init__(self, hold: Callable[[Unit], None]) -> None:
+        self._hold = hold
+        self._gathered: dict[int, Unit] = {}  # by address of the gathered buffer
+        self._outer: list[tuple[Pack, Unpack] | None] = []  # hooks in force before each of ours
+
+    def add(self, unit: Unit) -> None:
+        """A unit has been gathered."""
+        assert unit.buffer is not None
+        self._gathered[unit.buffer.untyped_storage().data_ptr()] = unit
+
+    def remove(self, unit: Unit) -> None:
+        """A unit is about to be released."""
+        assert unit.buffer is not None
+        del self._gathered[unit.buffer.untyped_storage().data_ptr()]
+
+    def unit_of(self, tensor: torch.Tensor) -> Unit | None:
+        """The gathered unit in whose memory a tensor lies."""
+        if tensor.layout is not torch.strided:
+            return None
+        return self._gathered.get(tensor.untyped_storage().data_ptr())
+
+    def push(self) -> bool:
+        """Put the hooks in force; ``False`` if they are already the innermost."""
+        # Typed as never None, which it is when no hooks are in force.
+        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is not None and outer[0] == self._pack:
+            return False
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        self._outer.append(outer)
+        return True
+
+    def pop(self) -> None:
+        """Undo a ``push`` that was done."""
+        self._outer.pop()
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def clear(self) -> None:
+        """Undo every ``push``, and forget every unit."""
+        while self._outer:
+            self.pop()
+        self._gathered.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        unit = self.unit_of(tensor)
+        if unit is not None and unit.buffer is not None:
+            base = int(unit.buffer.storage_offset()) // tensor.element_size()
+            offset = int(tensor.storage_offset()) - base
+            conj, neg = tensor.is_conj(), tensor.is_neg()
+            return _Handle(unit, unit.version, tensor.dtype, tensor.size(), tensor.stride(), offset, conj, neg)
+        outer = self._outer[-1] if self._outer else None
+        if outer is not None:
+            pack, unpack = outer
+            return _Outer(unpack, pack(tensor))
+        # Not the tensor itself: a saved output would keep its own node alive for ever.
+        return _Kept(tensor.detach(), tensor._version)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Handle):
+            return self._unpack_handle(packed)
+        if isinstance(packed, _Outer):
+            return packed.unpack(packed.packed)
+        assert isinstance(packed, _Kept)
+        if packed.tensor._version != packed.version:
+            raise EngineStateError(
+                f"a tensor of shape {tuple(packed.tensor.shape)} that backward needs was changed in place after forward "
+                f"had used it: it is at version {packed.tensor._version}, expected {packed.version}; change a copy"
+            )
+        return packed.tensor
+
+    def _unpack_handle(self, handle: _Handle) -> torch.Tensor:
+        unit = handle.unit
+        if unit.version != handle.version:
+            raise EngineStateError(
+                f"unit {unit.name}: backward needs the parameters as they were in its forward, but an optimizer step "
+                "has changed them since; run backward before step()"
+            )
+        self._hold(unit)
+        assert unit.buffer is not None
+        flat = unit.buffer.view(handle.dtype)
+        tensor = flat.as_strided(handle.size, handle.stride, flat.storage_offset() + handle.offset)
+        tensor = torch._neg_view(tensor) if handle.neg else tensor
+        tensor = tensor.conj() if handle.conj else tensor
+        return tensor.clone() if torch.is_grad_enabled() else tensor

@@ -1,0 +1,111 @@
+"""What the user's code sees and does on ``param.grad`` while gradients are away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity import Config, Engine, ModelError
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with infinity.initialize(model, optimizer, Config(device="cpu", hbm="1MiB", ram="1MiB", nvme=tmp_path)) as engine:
+        yield engine
+
+
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor], seed: int) -> torch.Tensor:
+    return model(torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))).square().mean()
+
+
+def plain_after(change: Callable[[nn.Sequential], None]) -> dict[str, torch.Tensor]:
+    """Backward, a change of the gradients, backward again, step: in plain PyTorch."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, 1).backward()
+    change(model)
+    loss_of(model, 2).backward()
+    optimizer.step()
+    return model.state_dict()
+
+
+def drop_all(model: nn.Sequential) -> None:
+    model.zero_grad()
+
+
+def drop_one(model: nn.Sequential) -> None:
+    model[0].weight.grad = None
+
+
+def set_one(model: nn.Sequential) -> None:
+    model[2].bias.grad = torch.ones(4)
+
+
+def nothing(model: nn.Sequential) -> None:
+    pass
+
+
+@pytest.mark.parametrize("change", [nothing, drop_all, drop_one, set_one])
+def test_dropping_and_setting_gradients_means_what_it_means_in_pytorch(
+    engine: Engine, change: Callable[[nn.Sequential], None]
+) -> None:
+    loss_of(engine, 1).backward()
+    change(engine.module)  # type: ignore[arg-type]
+    loss_of(engine, 2).backward()
+    engine.step()
+    expected = plain_after(change)
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("change", [drop_all, drop_one, set_one])
+def test_the_same_right_before_the_step(engine: Engine, change: Callable[[nn.Sequential], None]) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, 1).backward()
+    change(model)
+    optimizer.step()
+    loss_of(engine, 1).backward()
+    change(engine.module)  # type: ignore[arg-type]
+    engine.step()
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_a_gradient_that_is_away_has_its_shape_and_reads_as_nan(engine: Engine) -> None:
+    loss_of(engine, 1).backward()
+    gradients = [param.grad for param in engine.module.parameters()]
+    assert [g.shape for g in gradients if g is not None] == [p.shape for p in make_model().parameters()]
+    assert all(g is not None and g.isnan().all() for g in gradients)
+    engine.step()
+    assert [param.grad for param in engine.module.parameters()] == [None] * 4
+
+
+def test_clipping_with_pytorchs_own_function_fails_loudly_instead_of_doing_nothing(engine: Engine) -> None:
+    loss_of(engine, 1).backward()
+    with pytest.raises(RuntimeError):
+        torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.01)
+
+
+def test_writing_into_a_gradient_that_is_away_is_refused_at_the_step(engine: Engine) -> None:
+    loss_of(engine, 1).backward()
+    engine.module.zero_grad(set_to_none=False)
+    with pytest.raises(ModelError, match=r"parameter 0\.weight: its gradient was changed in place.*set_to_none=True"):
+        engine.step()
+    engine.zero_grad()
+    loss_of(engine, 1).backward()
+    engine.step()
+    expected = plain_after(drop_all)
+    assert expected.keys() == engine.module.state_dict().keys()
