@@ -21,6 +21,7 @@ import infinity
 from infinity.errors import DirectoryError, DirectoryInUseError, DiskFullError, StorageError
 from infinity.store import directory as module
 from infinity.store.directory import JobDirectory, open_directories
+from infinity.store.owner import SCHEMA
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(infinity.__file__).parents[1])}
 
@@ -94,7 +95,7 @@ def test_directory_is_private_marked_and_removed(tmp_path: Path) -> None:
     owner = json.loads((directory.path / "owner.json").read_text())
     assert owner["pid"] == os.getpid()
     assert owner["hostname"] == socket.gethostname()
-    assert owner["schema"] == module.SCHEMA
+    assert owner["schema"] == SCHEMA
     assert {"boot_id", "process_start_time", "time", "version", "rank"} <= set(owner)
     (directory.path / "shards.bin").write_bytes(b"x")
     (directory.path / ".infinity-probe-0123456789abcdef").write_bytes(b"x")

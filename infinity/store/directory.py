@@ -34,27 +34,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import secrets
 import shlex
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 from infinity.errors import DirectoryError, DirectoryInUseError, StorageError, storage_error
-
-SCHEMA = 1
-"""Version of the directory's layout and of ``owner.json``."""
+from infinity.store.owner import OWNER, open_mark, read_owner, write_owner
 
 _LOCK = "lock"
-_OWNER = "owner.json"
 _DATA = re.compile(r"shards\.bin|\.infinity-probe-[0-9a-f]{16}")
 _JOB = re.compile(r"infinity-rank\d+(\.[0-9a-f]{16}\.partial)?")
 _MAX_ATTEMPTS = 64
@@ -273,7 +264,7 @@ def _claim(parent: int, name: str, path: Path) -> _Held | None:
         stack.callback(os.close, directory)
         if os.fstat(directory).st_uid != os.geteuid():
             raise _not_ours(path)
-        lock = _open_mark(directory, _LOCK, os.O_RDWR)
+        lock = open_mark(directory, _LOCK, os.O_RDWR)
         if lock is not None:
             stack.callback(os.close, lock)
         elif partial:
@@ -281,7 +272,7 @@ def _claim(parent: int, name: str, path: Path) -> _Held | None:
             with contextlib.suppress(OSError):
                 os.rmdir(name, dir_fd=parent)
             return None
-        owner = _read_owner(directory)
+        owner = read_owner(directory)
         if lock is None or (owner is None and not partial):
             if not _leads_to(parent, name, directory):
                 return None
@@ -312,7 +303,7 @@ def _create(parent: int, name: str, rank: int) -> _Held | None:
             return None  # taken for a dead job's, before it had a lock
         if not (_leads_to(directory, _LOCK, lock) and _leads_to(parent, partial, directory)):
             return None
-        _write_owner(directory, rank)
+        write_owner(directory, rank)
         try:
             os.rename(partial, name, src_dir_fd=parent, dst_dir_fd=parent)
         except OSError as error:
@@ -343,7 +334,7 @@ def _remove(parent: int, held: _Held) -> list[str]:
     for name, regular in sorted(names.items()):
         if regular and _DATA.fullmatch(name):
             _remove_data(held.directory, name)
-        elif not (regular and name in {_LOCK, _OWNER}):
+        elif not (regular and name in {_LOCK, OWNER}):
             strangers.append(name)
     if strangers:
         return strangers
@@ -371,65 +362,11 @@ def _remove_data(directory: int, name: str) -> None:
 
 def _remove_marks(parent: int, partial: str, directory: int) -> None:
     """Remove what makes a directory ours, and the directory; what has gone already was removed by another starter."""
-    for name in (_OWNER, _LOCK):
+    for name in (OWNER, _LOCK):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=directory)
     with contextlib.suppress(FileNotFoundError):
         os.rmdir(partial, dir_fd=parent)
-
-
-def _open_mark(directory: int, name: str, flags: int) -> int | None:
-    """Open the marker or the lock file; ``None`` when there is no such file that infinity could have made."""
-    try:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
-    except OSError as error:
-        if error.errno in {errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.EACCES, errno.ENXIO}:
-            return None
-        raise
-
-
-def _write_owner(directory: int, rank: int) -> None:
-    try:
-        version = metadata.version("infinity")
-    except metadata.PackageNotFoundError:
-        version = "unknown"
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot_id = "unknown"
-    owner = {
-        "application": "infinity",
-        "schema": SCHEMA,
-        "version": version,
-        "rank": rank,
-        "pid": os.getpid(),
-        "hostname": socket.gethostname(),
-        "boot_id": boot_id,
-        "process_start_time": psutil.Process().create_time(),
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-    descriptor = os.open(_OWNER, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=directory)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(owner, file, indent=2)
-        file.flush()
-        os.fsync(descriptor)
-    os.fsync(directory)
-
-
-def _read_owner(directory: int) -> dict[str, object] | None:
-    """What ``owner.json`` says, or ``None`` if it is not a marker of this schema."""
-    descriptor = _open_mark(directory, _OWNER, os.O_RDONLY)
-    if descriptor is None:
-        return None
-    try:
-        owner = json.loads(os.read(descriptor, 1 << 16))
-    except (IsADirectoryError, ValueError, RecursionError):
-        return None
-    finally:
-        os.close(descriptor)
-    if not isinstance(owner, dict) or owner.get("application") != "infinity" or owner.get("schema") != SCHEMA:
-        return None
-    return owner
 
 
 def _not_ours(path: Path, *, errno: int | None = None) -> DirectoryError:
