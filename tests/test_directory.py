@@ -20,6 +20,7 @@ import pytest
 import infinity
 from infinity.errors import DirectoryError, DirectoryInUseError, DiskFullError, StorageError
 from infinity.store import directory as module
+from infinity.store import owner as owner_module
 from infinity.store.directory import JobDirectory, open_directories
 from infinity.store.owner import SCHEMA
 
@@ -195,7 +196,7 @@ def test_system_refuses_to_make_a_directory(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(module, "os", System({"mkdir": refuse}))
+    use_system(monkeypatch, System({"mkdir": refuse}))
     with pytest.raises(kind, match=message) as caught:
         JobDirectory.open(tmp_path)
     assert type(caught.value) is kind
@@ -274,7 +275,7 @@ def test_strangers_thing_in_our_place_is_refused_untouched(tmp_path: Path, put: 
 
 def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = abandon(tmp_path)
-    monkeypatch.setattr(module, "os", System({"geteuid": lambda: os.geteuid() + 1}))
+    use_system(monkeypatch, System({"geteuid": lambda: os.geteuid() + 1}))
     with pytest.raises(DirectoryError, match="another user's"):
         JobDirectory.open(tmp_path)
     assert names(left) == {"lock", "owner.json", "shards.bin"}
@@ -465,11 +466,11 @@ def test_partial_directory_taken_before_its_lock_is_made_again(tmp_path: Path, m
         os.mkdir(name, mode, dir_fd=dir_fd)
         if num_swept < 3:
             num_swept += 1
-            monkeypatch.setattr(module, "os", os)
+            use_system(monkeypatch, os)
             JobDirectory.open(tmp_path, rank=1).close()
-            monkeypatch.setattr(module, "os", System({"mkdir": mkdir}))
+            use_system(monkeypatch, System({"mkdir": mkdir}))
 
-    monkeypatch.setattr(module, "os", System({"mkdir": mkdir}))
+    use_system(monkeypatch, System({"mkdir": mkdir}))
     directory = JobDirectory.open(tmp_path)
     assert num_swept == 3
     assert names(tmp_path) == {"infinity-rank0"}
@@ -530,6 +531,12 @@ class System:
         return self._replacements.get(name) or getattr(os, name)
 
 
+def use_system(monkeypatch: pytest.MonkeyPatch, system: Any) -> None:
+    """Have the directory and its marker make their system calls through ``system``."""
+    for caller in (module, owner_module):
+        monkeypatch.setattr(caller, "os", system)
+
+
 class FaultySystem(System):
     """Fails the system call number ``fail_at``: with ``error`` once, or, when that is ``Crash``, for ever after too.
 
@@ -570,14 +577,14 @@ def test_crash_at_any_step_is_handled_by_the_next_start(tmp_path: Path, monkeypa
         abandon(tmp_path)
         abandon(tmp_path, rank=1)
         system = FaultySystem(step, Crash())
-        monkeypatch.setattr(module, "os", system)
+        use_system(monkeypatch, system)
         try:
             run_life(tmp_path)
         except Crash:
             crashed = True
         else:
             crashed = False
-        monkeypatch.setattr(module, "os", os)
+        use_system(monkeypatch, os)
         directory = JobDirectory.open(tmp_path)
         assert names(tmp_path) == {"infinity-rank0", "mine.txt"}, step
         assert names(directory.path) == {"lock", "owner.json"}, step
@@ -598,12 +605,12 @@ def test_error_at_any_step_is_typed_and_leaves_nothing_that_stays(
         abandon(tmp_path)
         abandon(tmp_path, rank=1)
         system = FaultySystem(step, OSError(number, os.strerror(number)))
-        monkeypatch.setattr(module, "os", system)
+        use_system(monkeypatch, system)
         try:
             run_life(tmp_path)
         except StorageError as error:
             errors.append(error)
-        monkeypatch.setattr(module, "os", os)
+        use_system(monkeypatch, os)
         JobDirectory.open(tmp_path).close()
         assert names(tmp_path) == set(), step
         if system.num_calls < step:
@@ -617,15 +624,15 @@ def test_failed_start_in_a_clean_path_leaves_it_clean(tmp_path: Path, monkeypatc
     num_failed = 0
     for step in range(1, 200):
         system = FaultySystem(step, OSError(errno.EIO, os.strerror(errno.EIO)))
-        monkeypatch.setattr(module, "os", system)
+        use_system(monkeypatch, system)
         try:
             directory = JobDirectory.open(tmp_path)
         except StorageError:
             num_failed += 1
-            monkeypatch.setattr(module, "os", os)
+            use_system(monkeypatch, os)
             assert names(tmp_path) == set(), step
         else:
-            monkeypatch.setattr(module, "os", os)
+            use_system(monkeypatch, os)
             directory.close()
             break
     assert num_failed > 8
