@@ -1,0 +1,83 @@
+"""``infinity <command>``, also ``python -m infinity``: joins the commands and says errors in one line.
+
+A command is a package of infinity with a ``cli.py`` that holds a typer callback named ``main``; its line in the list of
+commands is the first line of the package's docstring. Only the command that runs is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from infinity.errors import InfinityError
+
+ERROR_EXIT_CODE = 2
+_YES = frozenset({"1", "true", "yes", "on"})
+
+
+def command_names() -> list[str]:
+    """The names of all commands, in alphabetical order."""
+    return sorted(cli.parent.name for cli in Path(__file__).parent.glob("*/cli.py"))
+
+
+def application(chosen: str | None = None) -> typer.Typer:
+    """The command line of infinity.
+
+    Args:
+        chosen: the command that will run and whose flags are therefore needed. The others are only listed.
+    """
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+
+    @app.callback()
+    def infinity() -> None:
+        """Train PyTorch models larger than accelerator memory, and larger than RAM."""
+
+    for name in command_names():
+        summary = (importlib.import_module(f"infinity.{name}").__doc__ or "").partition("\n")[0]
+        if name == chosen:
+            app.command(name, short_help=summary)(importlib.import_module(f"infinity.{name}.cli").main)
+        else:
+            app.command(name, help=summary)(_listed)
+    return app
+
+
+def _listed() -> None:
+    """Stand for a command that is not the one chosen."""
+    raise AssertionError("only the chosen command is called")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0, 2 for errors of use, or what the command says.
+
+    Args:
+        arguments: what follows the program's name; ``None``: ``sys.argv[1:]``.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        application(arguments[0] if arguments else None)(args=arguments, prog_name="infinity")
+    except InfinityError as error:
+        if "--debug" in arguments or os.environ.get("INFINITY_DEBUG", "0").strip().lower() in _YES:
+            raise
+        Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(ERROR_EXIT_CODE)
+
+
+def run_command(name: str) -> None:
+    """Run one command with this process's arguments: what ``python -m infinity.<name>`` does."""
+    main([name, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measure how fast bytes move between NVMe, host memory and the device."""

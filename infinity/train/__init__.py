@@ -1,0 +1,1 @@
+"""Train a GPT on text, with its state on device, host and NVMe."""

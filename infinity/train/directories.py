@@ -1,0 +1,41 @@
+"""The directories given to ``--nvme``: made if only their last component is missing, and then removed at the end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from infinity.errors import DirectoryError, storage_error
+
+
+@contextlib.contextmanager
+def nvme_directories(paths: Sequence[Path], say: Callable[[str], None]) -> Iterator[None]:
+    """Create the missing ones of ``paths`` for as long as the context lasts.
+
+    Args:
+        paths: directories that are there, or whose parent is.
+        say: told each directory that is created.
+
+    Raises:
+        DirectoryError: the parent of one is missing.
+        StorageError: one cannot be created.
+    """
+    created: list[Path] = []
+    try:
+        for path in paths:
+            if path.exists():
+                continue
+            if not path.parent.is_dir():
+                raise DirectoryError(f"--nvme: directory {path.parent} does not exist; create it first", path=path)
+            try:
+                path.mkdir(mode=0o700)
+            except OSError as error:
+                raise storage_error("creating the directory for --nvme", error, path=path) from error
+            created.append(path)
+            say(f"created {path}, to be removed at the end")
+        yield
+    finally:
+        for path in created:
+            with contextlib.suppress(OSError):  # not empty: someone put files there, which stay
+                path.rmdir()

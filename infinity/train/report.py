@@ -1,0 +1,161 @@
+"""``RunReport``: a finished run's figures, as a table for a person and as one JSON document."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import resource
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from infinity.config import Config
+from infinity.errors import storage_error
+from infinity.trace import TierUsage
+from infinity.train.history import History, format_bytes, format_share
+from infinity.train.settings import TrainSettings
+
+STANDARD_OUTPUT = Path("-")
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """Everything that is known of a run once it has ended.
+
+    Attributes:
+        num_parameters: elements of the model's parameters.
+        state_bytes: parameters, master weights, gradients and optimizer states together.
+        unit_names: what the engine gathers together; empty without infinity.
+        usage: the tiers, by name; empty without infinity.
+        history: the figures of each step.
+        peak_rss_bytes: most resident memory that the process ever had.
+        peak_accelerator_bytes: most memory that torch's allocator ever held on the accelerator.
+        stopped_by: name of the signal that ended the run early, or ``None``.
+        saved: where the weights were written, or ``None``.
+        settings: the command's flags.
+        config: the engine's configuration.
+    """
+
+    num_parameters: int
+    state_bytes: int
+    unit_names: Sequence[str]
+    usage: Mapping[str, TierUsage]
+    history: History
+    peak_rss_bytes: int
+    peak_accelerator_bytes: int
+    stopped_by: str | None
+    saved: Path | None
+    settings: TrainSettings
+    config: Config
+
+    def as_document(self) -> dict[str, Any]:
+        """The figures as JSON holds them: bytes and seconds; losses of steps and evaluations exactly as computed."""
+        history, stats = self.history, self.history.step_stats
+        peaks = {name: self.usage[name].peak_bytes if name in self.usage else 0 for name in ("device", "host", "nvme")}
+        return {
+            "params": self.num_parameters,
+            "state_bytes": self.state_bytes,
+            "losses": [_or_none(loss) for loss in history.losses],
+            "eval_losses": [_or_none(loss) for loss in history.eval_losses],
+            "eval_steps": history.eval_steps,
+            "step_seconds": history.step_seconds,
+            "tokens_per_second": history.tokens_per_second(),
+            "peak": {**peaks, "rss": self.peak_rss_bytes, "accelerator": self.peak_accelerator_bytes},
+            "nvme": {
+                "read_bytes": [step.nvme_read_bytes for step in stats] or [0] * history.num_steps,
+                "written_bytes": [step.nvme_written_bytes for step in stats] or [0] * history.num_steps,
+            },
+            "stall_seconds": sum(step.stall_seconds for step in stats),
+            "optimizer_seconds": sum(step.optimizer_seconds for step in stats),
+            "units": list(self.unit_names),
+            "stopped_by": self.stopped_by,
+            "saved": None if self.saved is None else str(self.saved),
+            "config": self.config.model_dump(mode="json"),
+            "settings": self.settings.model_dump(mode="json", by_alias=True),
+            "torch": torch.__version__,
+        }
+
+    def as_table(self) -> Table:
+        """The figures for a person."""
+        history = self.history
+        table = Table(title="infinity train" + (" (plain PyTorch)" if self.settings.plain else ""), show_header=False)
+        table.add_row("parameters", f"{self.num_parameters:,}")
+        table.add_row("training state", format_bytes(self.state_bytes))
+        table.add_row("steps", f"{history.num_steps} of {self.settings.num_steps}")
+        for name, losses in (("loss", history.losses), ("held-out loss", history.eval_losses)):
+            if losses:
+                table.add_row(name, f"{losses[0]:.4f} → {losses[-1]:.4f}")
+        if history.step_seconds:
+            table.add_row("speed", f"{history.tokens_per_second():.0f} tokens/s")
+            table.add_row("median step", f"{statistics.median(history.step_seconds):.3f} s")
+        for name, tier in self.usage.items():
+            if tier.budget_bytes:
+                table.add_row(f"{name} peak", format_share(tier.peak_bytes, tier.budget_bytes))
+        table.add_row("process peak (RSS)", format_bytes(self.peak_rss_bytes))
+        if self.peak_accelerator_bytes:
+            table.add_row("accelerator peak", format_bytes(self.peak_accelerator_bytes))
+        self._add_engine_rows(table)
+        table.caption = "MB = 1e6 bytes, GB = 1e9 bytes"
+        return table
+
+    def _add_engine_rows(self, table: Table) -> None:
+        stats = self.history.step_stats
+        if not stats:
+            return
+        seconds = sum(step.seconds for step in stats)
+        for name, moved in (
+            ("NVMe read", [step.nvme_read_bytes for step in stats]),
+            ("NVMe written", [step.nvme_written_bytes for step in stats]),
+        ):
+            rate = sum(moved) / seconds / 1e9
+            table.add_row(name, f"{format_bytes(sum(moved) / len(moved))} per step, {rate:.2f} GB/s on average")
+        table.add_row("stall", f"{sum(step.stall_seconds for step in stats) / seconds:.1%} of the time")
+        table.add_row("waiting for optimizer", f"{sum(step.optimizer_seconds for step in stats) / seconds:.1%}")
+
+    def write_json(self, path: Path) -> None:
+        """Write the document to a file, or to standard output where ``path`` is ``-``.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        text = json.dumps(self.as_document(), indent=2, allow_nan=False) + "\n"
+        if path == STANDARD_OUTPUT:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise storage_error("writing the figures for --json", error, path=path) from error
+
+
+def peak_rss_bytes() -> int:
+    """The most resident memory that this process ever had.
+
+    Linux's VmHWM where there is one: ``getrusage`` also counts what the parent had at the fork.
+    """
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        unit_bytes = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+    match = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+def peak_accelerator_bytes(device: torch.device) -> int:
+    """The most memory that torch's allocator ever held on ``device``; 0 for the CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _or_none(loss: float) -> float | None:
+    """JSON has no infinity and no NaN."""
+    return loss if math.isfinite(loss) else None

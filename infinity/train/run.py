@@ -1,0 +1,174 @@
+"""One training run: everything but the arithmetic, and the same with infinity and without it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import torch
+from rich.console import Console
+
+from infinity.config import Config
+from infinity.train.data import Batch, Corpus, held_out_batches, load_corpus, training_batches
+from infinity.train.directories import nvme_directories
+from infinity.train.history import History, format_bytes
+from infinity.train.interrupt import StopRequest
+from infinity.train.live import Display
+from infinity.train.report import STANDARD_OUTPUT, RunReport, peak_accelerator_bytes, peak_rss_bytes
+from infinity.train.save import check_output, save_weights
+from infinity.train.settings import TrainSettings
+from infinity.train.trainer import MakeTrainer, Trainer, deterministic_kernels, make_trainer, parameter_shapes
+
+
+def run(
+    settings: TrainSettings,
+    config: Config,
+    console: Console,
+    stop: StopRequest,
+    make_trainer: MakeTrainer = make_trainer,
+) -> RunReport:
+    """Train as told, show it on ``console``, and write what was asked for.
+
+    Args:
+        settings: what to train, on what, how long.
+        config: where its state may live.
+        console: where a person looks.
+        stop: entered by the caller.
+        make_trainer: makes what trains.
+
+    Returns:
+        The figures of the run.
+
+    Raises:
+        InfinityError: something asked for cannot be done; whatever was opened has been closed.
+        KeyboardInterrupt: ``stop`` was asked twice; the same holds.
+    """
+    if settings.json_file is not None and settings.json_file != STANDARD_OUTPUT:
+        check_output(settings.json_file, "--json", replaced=False)
+    if settings.save is not None:
+        check_output(settings.save, "--save", replaced=True)
+    device = config.torch_device()
+    corpus = load_corpus(settings.data, limit_bytes=settings.data_limit, seq_length=settings.seq_length)
+    with ExitStack() as stack:
+        display = stack.enter_context(Display(console, num_steps=settings.num_steps, stop=stop))
+        _say_corpus(display, corpus)
+        if not settings.plain:
+            stack.enter_context(nvme_directories(config.nvme, display.say))
+        stack.enter_context(deterministic_kernels(device))
+        trainer = make_trainer(settings, config, device)
+        stack.callback(trainer.close)
+        stack.callback(stop.shield)
+        _say_trainer(display, trainer, settings, config)
+        history = train(trainer, corpus, settings, device, display, stop)
+        if settings.save is not None:
+            size_bytes = save_weights(settings.save, trainer.state_dict(), parameter_shapes(settings))
+            display.say(f"weights after step {history.num_steps}: {settings.save}, {format_bytes(size_bytes)}")
+        report = RunReport(
+            num_parameters=trainer.num_parameters,
+            state_bytes=trainer.state_bytes,
+            unit_names=trainer.unit_names,
+            usage=trainer.usage(),
+            history=history,
+            peak_rss_bytes=peak_rss_bytes(),
+            peak_accelerator_bytes=peak_accelerator_bytes(device),
+            stopped_by=None if stop.signal is None else stop.signal.name,
+            saved=settings.save,
+            settings=settings,
+            config=config,
+        )
+    console.print(report.as_table())
+    if settings.save is None:
+        display.say("weights were not saved: this run keeps no checkpoint (--save FILE.safetensors writes them)")
+    if settings.json_file is not None:
+        report.write_json(settings.json_file)
+    return report
+
+
+def train(
+    trainer: Trainer, corpus: Corpus, settings: TrainSettings, device: torch.device, display: Display, stop: StopRequest
+) -> History:
+    """Take all steps, or as many as ``stop`` lets begin, with evaluations before, between and after.
+
+    Returns:
+        The figures of the steps that were taken.
+    """
+    batch_size, seq_length = settings.batch_size, settings.seq_length
+    held_out = held_out_batches(
+        corpus.held_out, batch_size=batch_size, seq_length=seq_length, num_batches=settings.num_eval_batches
+    )
+    batches = training_batches(corpus.train, batch_size=batch_size, seq_length=seq_length, seed=settings.seed)
+    history = History(tokens_per_step=settings.num_micro_batches * batch_size * seq_length)
+    for step in range(settings.num_steps + 1):
+        if step > 0:
+            started = time.perf_counter()
+            micro_batches = [_to(device, next(batches)) for _ in range(settings.num_micro_batches)]
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = settings.learning_rate_at(step)
+            history.losses.append(train_step(trainer, micro_batches))
+            history.step_seconds.append(time.perf_counter() - started)
+            if trainer.last_step is not None:
+                history.step_stats.append(trainer.last_step)
+        if settings.eval_every and (step % settings.eval_every == 0 or step == settings.num_steps):
+            loss = evaluate(trainer, [_to(device, batch) for batch in held_out], stop)
+            if loss is not None:
+                history.eval_steps.append(step)
+                history.eval_losses.append(loss)
+        display.update(history, trainer.usage())
+        if stop:
+            break
+    return history
+
+
+def train_step(trainer: Trainer, micro_batches: list[Batch]) -> float:
+    """One optimizer step over several micro-batches, each loss divided by their number.
+
+    Returns:
+        The mean loss.
+    """
+    losses = []
+    for tokens, targets in micro_batches:
+        loss = trainer(tokens, targets)
+        losses.append(loss.detach())
+        trainer.backward(loss / len(micro_batches))
+    trainer.step()
+    return sum(loss.item() for loss in losses) / len(losses)
+
+
+def evaluate(trainer: Trainer, batches: list[Batch], stop: StopRequest) -> float | None:
+    """The mean loss over ``batches``, without gradients; ``None`` if ``stop`` came before the end."""
+    trainer.module.eval()
+    losses = []
+    with torch.no_grad():
+        for tokens, targets in batches:
+            if stop:
+                break
+            losses.append(trainer(tokens, targets).item())
+    trainer.module.train()
+    return sum(losses) / len(losses) if len(losses) == len(batches) else None
+
+
+def _to(device: torch.device, batch: Batch) -> Batch:
+    tokens, targets = batch
+    return tokens.to(device), targets.to(device)
+
+
+def _say_corpus(display: Display, corpus: Corpus) -> None:
+    limit = "; the rest is over --data-limit" if corpus.truncated else ""
+    display.say(
+        f"text: {corpus.source}, {corpus.num_files} files: {format_bytes(len(corpus.train))} to train on, "
+        f"{format_bytes(len(corpus.held_out))} held out{limit}"
+    )
+
+
+def _say_trainer(display: Display, trainer: Trainer, settings: TrainSettings, config: Config) -> None:
+    where = "in memory, without infinity"
+    if not settings.plain:
+        budget_bytes = config.hbm + config.ram
+        where = (
+            f"{trainer.state_bytes / budget_bytes:.1f} times what the device ({format_bytes(config.hbm)}) and the host "
+            f"({format_bytes(config.ram)}) may hold"
+        )
+    display.say(
+        f"model: {settings.num_layers} layers of {settings.hidden_size}, {trainer.num_parameters:,} "
+        f"parameters; training state {format_bytes(trainer.state_bytes)}, {where}"
+    )

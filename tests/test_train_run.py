@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import io
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from rich.console import Console
+from torch import nn
+
+from infinity.config import Config
+from infinity.errors import ConfigError, DirectoryError, DiskFullError
+from infinity.trace import StepStats, TierUsage
+from infinity.train.interrupt import StopRequest
+from infinity.train.model import GPT
+from infinity.train.plain import PlainTrainer
+from infinity.train.report import RunReport
+from infinity.train.run import run
+from infinity.train.settings import TrainSettings
+
+MIB = 1 << 20
+DOCUMENTED_KEYS = {
+    "params",
+    "state_bytes",
+    "losses",
+    "eval_losses",
+    "step_seconds",
+    "tokens_per_second",
+    "peak",
+    "nvme",
+    "stall_seconds",
+    "units",
+    "config",
+}
+
+
+class TieredTrainer(PlainTrainer):
+    """Trains in ordinary PyTorch and reports tiers as an engine does; calls a hook at each forward and at close."""
+
+    def __init__(self, module: nn.Module, config: Config, on_forward: Callable[[int], None]) -> None:
+        super().__init__(module, learning_rate=1e-2, precision=config.precision, device=torch.device("cpu"))
+        self.unit_names = ("embedding", "blocks.0")
+        self.on_forward = on_forward
+        self.num_forwards = 0
+        self.num_updates = 0
+        self.on_close: Callable[[], None] = lambda: None
+        self.closed = False
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert not self.closed
+        self.num_forwards += 1
+        self.on_forward(self.num_forwards)
+        return super().__call__(tokens, targets)
+
+    def step(self) -> None:
+        super().step()
+        self.num_updates += 1
+        self.last_step = StepStats(
+            step=self.num_updates,
+            seconds=2.0,
+            stall_seconds=0.5,
+            optimizer_seconds=0.25,
+            nvme_read_bytes=3_000_000_000 + self.num_updates,
+            nvme_written_bytes=1_000_000_000 + self.num_updates,
+            num_gathers=4,
+            num_stalls=1,
+        )
+
+    def usage(self) -> dict[str, TierUsage]:
+        assert not self.closed
+        return {
+            "device": TierUsage(used_bytes=10 * MIB, peak_bytes=30 * MIB, budget_bytes=32 * MIB),
+            "host": TierUsage(used_bytes=20 * MIB, peak_bytes=90 * MIB, budget_bytes=96 * MIB),
+            "nvme": TierUsage(used_bytes=70_000_000, peak_bytes=80_000_000, budget_bytes=0),
+        }
+
+    def close(self) -> None:
+        self.on_close()
+        self.closed = True
+
+
+class Harness:
+    """Runs with a ``TieredTrainer`` in the engine's place and keeps what was printed."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        self.printed = io.StringIO()
+        self.stop = StopRequest()
+        self.on_forward: Callable[[int], None] = lambda _: None
+        self.on_close: Callable[[], None] = lambda: None
+        self.trainer: TieredTrainer | None = None
+
+    def _make_trainer(self, settings: TrainSettings, config: Config, device: torch.device) -> TieredTrainer:
+        torch.manual_seed(settings.seed)
+        self.trainer = TieredTrainer(GPT(settings.shape()), config, self.on_forward)
+        self.trainer.on_close = self.on_close
+        return self.trainer
+
+    def run(self, config: Config | None = None, *, terminal: bool = False, **flags: Any) -> RunReport:
+        settings = small_settings(self.data, **flags)
+        console = Console(file=self.printed, width=100, force_terminal=terminal)
+        with self.stop:
+            return run(
+                settings,
+                config or Config(hbm=32 * MIB, ram=96 * MIB),
+                console,
+                self.stop,
+                make_trainer=self._make_trainer,
+            )
+
+
+def small_settings(data: Path, **flags: Any) -> TrainSettings:
+    defaults = {"layers": 2, "hidden": 32, "heads": 2, "seq": 16, "batch": 2, "steps": 3, "eval_every": 2}
+    return TrainSettings(**{**defaults, "data": data, **flags})
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "text"
+    file.write_bytes(b"all work and no play makes jack a dull boy. " * 50)
+    return file
+
+
+@pytest.fixture
+def harness(data: Path) -> Harness:
+    return Harness(data)
+
+
+def test_the_document_holds_the_documented_figures(harness: Harness, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    report = harness.run(json=file)
+    document = json.loads(file.read_text())
+    assert document.keys() >= DOCUMENTED_KEYS
+    assert harness.trainer is not None
+    assert document["params"] == harness.trainer.num_parameters == 34176
+    assert document["state_bytes"] == harness.trainer.state_bytes
+    assert document["losses"] == report.history.losses
+    assert len(document["losses"]) == len(document["step_seconds"]) == 3
+    assert document["eval_steps"] == [0, 2, 3]
+    assert document["eval_losses"] == report.history.eval_losses
+    assert document["tokens_per_second"] == pytest.approx(3 * 32 / sum(document["step_seconds"]))
+    assert document["peak"].keys() >= {"device", "host", "rss"}
+    assert (document["peak"]["device"], document["peak"]["host"]) == (30 * MIB, 90 * MIB)
+    assert document["peak"]["rss"] > 50 * MIB
+    assert document["nvme"]["read_bytes"] == [3_000_000_001, 3_000_000_002, 3_000_000_003]
+    assert document["nvme"]["written_bytes"] == [1_000_000_001, 1_000_000_002, 1_000_000_003]
+    assert document["stall_seconds"] == 1.5
+    assert document["units"] == ["embedding", "blocks.0"]
+    assert Config.from_dict(document["config"]) == Config(hbm=32 * MIB, ram=96 * MIB)
+    assert document["stopped_by"] is None
+    assert harness.trainer.closed
+
+
+def test_losses_in_the_document_are_exactly_the_fp32_values(harness: Harness, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    harness.run(json=file, accumulate=1)
+    for loss in json.loads(file.read_text())["losses"]:
+        assert torch.tensor(loss, dtype=torch.float32).item() == loss
+
+
+def test_a_loss_that_is_no_number_keeps_the_document_valid(harness: Harness, tmp_path: Path) -> None:
+    def poison(_: int) -> None:
+        assert harness.trainer is not None
+        with torch.no_grad():
+            next(harness.trainer.module.parameters()).fill_(float("nan"))
+
+    harness.on_forward = poison
+    file = tmp_path / "figures.json"
+    harness.run(json=file)
+    assert json.loads(file.read_text(), parse_constant=pytest.fail)["losses"] == [None, None, None]
+
+
+def test_the_loop_with_tiers_and_without_gives_the_same_losses(harness: Harness, data: Path) -> None:
+    tiered = harness.run(lr=1e-2, accumulate=2)
+    settings = small_settings(data, lr=1e-2, accumulate=2, plain=True)
+    with StopRequest() as stop:
+        plain = run(settings, Config(), Console(file=io.StringIO()), stop)
+    assert plain.history.losses == tiered.history.losses
+    assert plain.history.eval_losses == tiered.history.eval_losses
+    assert plain.as_document()["nvme"] == {"read_bytes": [0, 0, 0], "written_bytes": [0, 0, 0]}
+
+
+def test_the_learning_rate_warms_up_and_stays(harness: Harness) -> None:
+    seen = []
+
+    def note(_: int) -> None:
+        assert harness.trainer is not None
+        seen.append(harness.trainer.optimizer.param_groups[0]["lr"])
+
+    harness.on_forward = note
+    harness.run(eval_every=0, steps=6, lr=0.1, warmup=4)
+    assert seen == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+    seen.clear()
+    harness.run(eval_every=0, steps=2, lr=0.1, warmup=0)
+    assert seen == [0.1, 0.1]
+
+
+def test_evaluation_neither_trains_nor_changes_the_training(harness: Harness) -> None:
+    with_evaluation = harness.run(eval_every=1).history
+    assert harness.trainer is not None
+    assert harness.trainer.module.training
+    without = harness.run(eval_every=0).history
+    assert without.losses == with_evaluation.losses
+    assert without.eval_losses == []
+    assert with_evaluation.eval_steps == [0, 1, 2, 3]
+
+
+def test_a_first_signal_ends_the_run_after_the_step_in_progress(harness: Harness, tmp_path: Path) -> None:
+    harness.on_forward = lambda number: signal.raise_signal(signal.SIGINT) if number == 2 else None
+    file = tmp_path / "figures.json"
+    report = harness.run(eval_every=0, steps=50, json=file)
+    assert harness.trainer is not None
+    assert harness.trainer.num_updates == report.history.num_steps == 2
+    assert harness.trainer.closed
+    assert harness.stop.exit_code == 130
+    assert report.stopped_by == "SIGINT"
+    assert "2 of 50" in harness.printed.getvalue()
+    assert "weights were not saved: this run keeps no checkpoint" in harness.printed.getvalue()
+    assert json.loads(file.read_text())["stopped_by"] == "SIGINT"
+
+
+def test_a_signal_before_the_first_step_ends_the_evaluation_too(harness: Harness) -> None:
+    harness.on_forward = lambda _: signal.raise_signal(signal.SIGTERM)
+    report = harness.run(eval_batches=5)
+    assert harness.trainer is not None
+    assert harness.trainer.num_forwards == 1
+    assert report.history.num_steps == 0
+    assert report.history.eval_losses == []
+    assert harness.stop.exit_code == 143
+
+
+def test_a_second_signal_ends_the_run_at_once_and_still_closes(harness: Harness, tmp_path: Path) -> None:
+    def twice(_: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    harness.on_forward = twice
+    weights = tmp_path / "weights.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        harness.run(save=weights)
+    assert harness.trainer is not None
+    assert harness.trainer.closed
+    assert harness.trainer.num_updates == 0
+    assert not weights.exists()
+
+
+def test_no_signal_cuts_closing_short(harness: Harness) -> None:
+    def impatient() -> None:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+
+    harness.on_close = impatient
+    harness.run()
+    assert harness.trainer is not None
+    assert harness.trainer.closed
+    assert harness.stop.exit_code == 130
+
+
+def test_an_error_in_the_middle_closes_and_removes_what_was_created(harness: Harness, tmp_path: Path) -> None:
+    def fail(number: int) -> None:
+        if number == 4:
+            raise DiskFullError("write failed", path="shard")
+
+    harness.on_forward = fail
+    directory = tmp_path / "nvme"
+    with pytest.raises(DiskFullError):
+        harness.run(Config(nvme=directory))
+    assert harness.trainer is not None
+    assert harness.trainer.closed
+    assert not directory.exists()
+
+
+def test_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        assert not stop
+        assert stop.exit_code == 0
+        assert signal.getsignal(signal.SIGINT) != before[0]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_the_last_component_of_an_nvme_path_is_created_and_removed(harness: Harness, tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.mkdir()
+    seen: list[int] = []
+    harness.on_forward = lambda _: seen.append(new.stat().st_mode & 0o777)
+    harness.run(Config(nvme=[new, old]))
+    assert set(seen) == {0o700}
+    assert not new.exists()
+    assert old.exists()
+    assert f"created {new}" in harness.printed.getvalue()
+    assert str(old) not in harness.printed.getvalue()
+
+
+def test_a_created_directory_that_is_not_empty_stays(harness: Harness, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    harness.on_forward = lambda _: (new / "precious").touch()
+    harness.run(Config(nvme=new))
+    assert [file.name for file in new.iterdir()] == ["precious"]
+
+
+def test_a_missing_parent_of_an_nvme_path_is_refused(harness: Harness, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    with pytest.raises(DirectoryError, match=r"--nvme: directory .*typo does not exist"):
+        harness.run(Config(nvme=[first, tmp_path / "typo" / "x"]))
+    assert not first.exists()
+    assert harness.trainer is None
+
+
+@pytest.mark.parametrize(("flag", "name"), [("json", "x.json"), ("save", "x.safetensors")])
+def test_results_that_could_not_be_written_are_refused_before_training(
+    harness: Harness, tmp_path: Path, flag: str, name: str
+) -> None:
+    missing: dict[str, Any] = {flag: tmp_path / "missing" / name}
+    directory: dict[str, Any] = {flag: tmp_path}
+    with pytest.raises(ConfigError, match=rf"--{flag}: directory .* does not exist"):
+        harness.run(**missing)
+    with pytest.raises(ConfigError, match=rf"--{flag}: .* is a directory"):
+        harness.run(**directory)
+    assert harness.trainer is None
+
+
+def test_weights_never_take_the_place_of_a_device(harness: Harness) -> None:
+    with pytest.raises(ConfigError, match="--save: /dev/null is not a regular file"):
+        harness.run(save="/dev/null")
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_saved_weights_are_the_fp32_ones(harness: Harness, tmp_path: Path, precision: str) -> None:
+    file = tmp_path / "weights.safetensors"
+    file.write_text("older")
+    harness.run(Config(precision=precision), save=file)
+    assert harness.trainer is not None
+    loaded = safetensors.torch.load_file(file)
+    expected = harness.trainer.state_dict()
+    assert loaded.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert loaded[name].dtype == torch.float32
+        assert torch.equal(loaded[name], weight), name
+    assert "weights were not saved" not in harness.printed.getvalue()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text", "weights.safetensors"]
+
+
+def test_on_a_terminal_one_line_is_drawn_again_and_again(harness: Harness) -> None:
+    harness.run(terminal=True)
+    printed = harness.printed.getvalue()
+    assert "\x1b[" in printed
+    assert "step 3/3 · loss" in printed.replace("\n", " ")
+    assert "infinity train" in printed
