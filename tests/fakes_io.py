@@ -8,15 +8,17 @@ backend joins the contract and the fault suites by one more entry in ``KINDS``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from infinity.io.aiofile import AiofilesBackend
 from infinity.io.backend import Backend
@@ -167,6 +169,30 @@ class Kind:
 KINDS = [Kind(name, direct) for name in ("threads", "aiofiles") for direct in (True, False)]
 
 
+def fail(code: int) -> OSError:
+    return OSError(code, os.strerror(code))
+
+
+class Faults:
+    """A hook that follows a plan: the n-th call of an action raises an error or moves so many bytes."""
+
+    def __init__(self, action: str, plan: dict[int, OSError | int]) -> None:
+        self.num_calls = 0
+        self._action = action
+        self._plan = plan
+        self._lock = threading.Lock()
+
+    def __call__(self, operation: Operation) -> int | None:
+        if operation.action != self._action:
+            return None
+        with self._lock:
+            fault = self._plan.get(self.num_calls)
+            self.num_calls += 1
+        if isinstance(fault, OSError):
+            raise fault
+        return fault
+
+
 class Gate:
     """A hook that holds chosen calls in their threads until the test lets them go."""
 
@@ -227,6 +253,18 @@ class Rig:
             gate.open()
         for backend in self._backends:
             await backend.aclose()
+
+
+@contextlib.asynccontextmanager
+async def rig_for(kind: Kind, directory: Path) -> AsyncIterator[Rig]:
+    """A rig for one test; fails the test that leaves a descriptor or a thread behind."""
+    if kind.direct and not supports_direct(directory):
+        pytest.skip(f"no O_DIRECT in {directory}")
+    before = resources()
+    rig = Rig(kind, directory)
+    yield rig
+    await rig.aclose()
+    assert resources() == before
 
 
 def supports_direct(directory: Path) -> bool:

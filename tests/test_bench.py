@@ -34,6 +34,7 @@ from infinity.bench.settings import BenchSettings, Point
 from infinity.bench.sizing import plan_sizes
 from infinity.bench.tiers import Ring
 from infinity.config import BackendName
+from infinity.console.interrupt import StopRequest
 from infinity.errors import BudgetError, ConfigError, DirectoryError, DirectoryInUseError, DiskFullError, StorageError
 from infinity.io.backend import Backend
 from infinity.io.memory import allocate
@@ -41,7 +42,6 @@ from infinity.io.open import Choice
 from infinity.io.syscalls import Syscalls
 from infinity.io.threads import ThreadBackend
 from infinity.store.directory import JobDirectory
-from infinity.train.interrupt import StopRequest
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 POINTS = "64KiBx4,256KiBx2"

@@ -7,34 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import resource
-import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 import fakes_io
-from fakes_io import BLOCK_BYTES, KINDS, HookedSyscalls, Operation, Rig, buffer, files_in, noise, spin, until
+from fakes_io import BLOCK_BYTES, KINDS, Faults, Operation, Rig, buffer, fail, noise, spin, until
 from infinity.errors import DiskFullError, ShortTransferError, StorageError
-from infinity.io.aiofile import read_small, write_small_atomic
 from infinity.io.backend import DIRECT_ALIGNMENT, Transfer
-from infinity.io.completion import call_in_thread
 
 PAGE = DIRECT_ALIGNMENT
 
 
 @pytest.fixture(params=KINDS, ids=str)
 async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
-    """A backend's surroundings; fails the test that leaves a descriptor or a thread behind."""
-    if request.param.direct and not fakes_io.supports_direct(tmp_path):
-        pytest.skip(f"no O_DIRECT in {tmp_path}")
-    before = fakes_io.resources()
-    rig = Rig(request.param, tmp_path)
-    yield rig
-    await rig.aclose()
-    assert fakes_io.resources() == before
+    async with fakes_io.rig_for(request.param, tmp_path) as rig:
+        yield rig
 
 
 @pytest.fixture
@@ -45,30 +35,6 @@ def file_size_limit() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
     yield limit_bytes
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def fail(code: int) -> OSError:
-    return OSError(code, os.strerror(code))
-
-
-class Faults:
-    """A hook that follows a plan: the n-th call of an action raises an error or moves so many bytes."""
-
-    def __init__(self, action: str, plan: dict[int, OSError | int]) -> None:
-        self.num_calls = 0
-        self._action = action
-        self._plan = plan
-        self._lock = threading.Lock()
-
-    def __call__(self, operation: Operation) -> int | None:
-        if operation.action != self._action:
-            return None
-        with self._lock:
-            fault = self._plan.get(self.num_calls)
-            self.num_calls += 1
-        if isinstance(fault, OSError):
-            raise fault
-        return fault
 
 
 # Errors of transfers
@@ -302,6 +268,30 @@ async def test_a_failed_close_closes_all_the_same(rig: Rig) -> None:
     assert fakes_io.resources() == before
 
 
+@pytest.mark.parametrize("held", ["write", "close"])
+async def test_a_cancelled_close_that_fails_is_a_cancellation(rig: Rig, held: str) -> None:
+    before = fakes_io.resources()[0]
+    gate, faults = rig.gate(held), Faults("close", {0: fail(errno.EIO)})
+
+    def hook(operation: Operation) -> int | None:
+        gate(operation)
+        return faults(operation)
+
+    backend = rig.backend(hook)
+    file = await backend.open_file(rig.path, create=True)
+    write = asyncio.ensure_future(backend.write_from(file, 0, buffer(PAGE)))
+    await spin()
+    closing = asyncio.ensure_future(file.aclose())
+    await gate.arrival()
+    closing.cancel()
+    await spin()
+    gate.open()
+    await write
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert fakes_io.resources()[0] == before
+
+
 async def test_a_failed_close_at_the_end_closes_all_the_same(rig: Rig) -> None:
     before = fakes_io.resources()
     backend = rig.backend(Faults("close", {0: fail(errno.EIO)}))
@@ -309,111 +299,4 @@ async def test_a_failed_close_at_the_end_closes_all_the_same(rig: Rig) -> None:
         await backend.open_file(rig.path.with_name(f"part{index}"), create=True)
     with pytest.raises(StorageError, match=r"close failed.*EIO"):
         await backend.aclose()
-    assert fakes_io.resources() == before
-
-
-# Small files
-
-
-async def test_small_files_are_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "manifest.json"
-    for data in (b"first", b"", noise(1 << 20)):
-        await write_small_atomic(path, data)
-        assert await read_small(path) == data
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert files_in(tmp_path) == ["manifest.json"]
-
-
-async def test_a_small_file_is_durable_in_this_order(tmp_path: Path) -> None:
-    actions: list[str] = []
-    await write_small_atomic(tmp_path / "a", b"new", syscalls=HookedSyscalls(lambda op: actions.append(op.action)))
-    assert actions == ["open", "write", "fsync", "close", "rename", "open", "fsync", "close"]
-
-
-async def test_short_writes_of_a_small_file_are_continued(tmp_path: Path) -> None:
-    path, data = tmp_path / "a", noise(1000)
-    faults = Faults("write", {0: 1, 1: 400})
-    await write_small_atomic(path, data, syscalls=HookedSyscalls(faults))
-    assert path.read_bytes() == data
-    with pytest.raises(StorageError, match="got 1 bytes"):
-        await write_small_atomic(path, b"new", syscalls=HookedSyscalls(Faults("write", {0: 1, 1: 0})))
-    assert path.read_bytes() == data
-
-
-@pytest.mark.parametrize(
-    ("action", "nth", "code"),
-    [
-        ("open", 0, errno.EACCES),
-        ("write", 0, errno.ENOSPC),
-        ("fsync", 0, errno.EIO),
-        ("close", 0, errno.EIO),
-        ("rename", 0, errno.EXDEV),
-    ],
-)
-async def test_a_failed_replacement_leaves_the_former_file(tmp_path: Path, action: str, nth: int, code: int) -> None:
-    path = tmp_path / "manifest.json"
-    path.write_bytes(b"former")
-    before = fakes_io.resources()
-    faults = Faults(action, {nth: fail(code)})
-    with pytest.raises(StorageError, match=errno.errorcode[code]) as caught:
-        await write_small_atomic(path, b"new", syscalls=HookedSyscalls(faults))
-    assert isinstance(caught.value, DiskFullError) == (code == errno.ENOSPC)
-    assert caught.value.path == path
-    assert path.read_bytes() == b"former"
-    assert files_in(tmp_path) == ["manifest.json"]
-    assert fakes_io.resources() == before
-
-
-async def test_a_directory_that_cannot_be_flushed_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "manifest.json"
-    with pytest.raises(StorageError, match="EIO"):
-        await write_small_atomic(path, b"new", syscalls=HookedSyscalls(Faults("fsync", {1: fail(errno.EIO)})))
-    assert files_in(tmp_path) == ["manifest.json"]
-
-
-@pytest.mark.parametrize(
-    ("action", "replaced"), [("open", False), ("write", False), ("fsync", False), ("rename", True)]
-)
-async def test_a_cancelled_replacement_leaves_one_whole_file(tmp_path: Path, action: str, replaced: bool) -> None:
-    path = tmp_path / "manifest.json"
-    path.write_bytes(b"former")
-    before = fakes_io.resources()
-    gate = fakes_io.Gate(action)
-    task = asyncio.ensure_future(write_small_atomic(path, b"new", syscalls=HookedSyscalls(gate)))
-    await gate.arrival()
-    task.cancel()
-    await spin()
-    assert not task.done()
-    gate.open()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert path.read_bytes() == (b"new" if replaced else b"former")
-    assert files_in(tmp_path) == ["manifest.json"]
-    assert fakes_io.resources() == before
-
-
-async def test_a_small_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"read failed.*ENOENT"):
-        await read_small(tmp_path / "nothing")
-    with pytest.raises(StorageError, match=r"read failed.*EISDIR"):
-        await read_small(tmp_path)
-
-
-async def test_a_call_in_a_thread_is_waited_for(tmp_path: Path) -> None:
-    before = fakes_io.resources()
-    started, finish = asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def function() -> None:
-        loop.call_soon_threadsafe(started.set)
-        assert finish.wait(60)
-
-    task = asyncio.ensure_future(call_in_thread(function))
-    await started.wait()
-    task.cancel()
-    await spin()
-    assert not task.done()
-    finish.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
     assert fakes_io.resources() == before

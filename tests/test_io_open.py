@@ -124,14 +124,16 @@ async def test_aiofiles_where_positioned_reads_fail(tmp_path: Path) -> None:
     assert [reason.split(":")[0] for reason in choice.reasons[:2]] == ["threads, direct I/O", "threads, buffered I/O"]
 
 
-async def test_a_system_that_returns_wrong_bytes_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong_offset", [0, 3], ids=["aligned", "ragged"])
+async def test_a_system_that_returns_wrong_bytes_is_refused(tmp_path: Path, wrong_offset: int) -> None:
     class Wrong(Syscalls):
         def read_into(self, descriptor: int, view: memoryview, offset: int) -> int:
             num_bytes = super().read_into(descriptor, view, offset)
-            view[num_bytes // 2] ^= 1
+            if offset == wrong_offset:
+                view[7] ^= 1
             return num_bytes
 
-    with pytest.raises(DirectoryError, match="wrong bytes were read back, from byte"):
+    with pytest.raises(DirectoryError, match="wrong bytes were read back, from byte 7 "):
         await choose(tmp_path, "threads", Wrong())
 
 

@@ -14,9 +14,9 @@ import pytest
 
 import infinity.__main__ as command_line
 from infinity.config import Config
+from infinity.console.flags import given_fields, make_flags
 from infinity.errors import ConfigError
 from infinity.train.cli import CONFIG_DEFAULTS, make_config
-from infinity.train.flags import given_fields, make_flags
 from infinity.train.settings import TrainSettings
 
 TINY = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--batch", "2", "--data-limit", "20KiB"]

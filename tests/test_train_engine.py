@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from infinity.config import Config
-from infinity.train.interrupt import StopRequest
+from infinity.console.interrupt import StopRequest
 from infinity.train.report import RunReport
 from infinity.train.run import run
 from infinity.train.settings import TrainSettings

@@ -12,10 +12,11 @@ import safetensors.torch
 import torch
 from rich.console import Console
 
+from infinity.console.formats import format_bytes, format_seconds
+from infinity.console.interrupt import StopRequest
 from infinity.errors import StorageError
 from infinity.trace import StepStats, TierUsage
-from infinity.train.history import History, format_bytes, format_seconds
-from infinity.train.interrupt import StopRequest
+from infinity.train.history import History
 from infinity.train.live import Display, status_line
 from infinity.train.save import save_weights
 

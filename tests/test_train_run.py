@@ -14,9 +14,9 @@ from rich.console import Console
 from torch import nn
 
 from infinity.config import Config
+from infinity.console.interrupt import StopRequest
 from infinity.errors import ConfigError, DirectoryError, DiskFullError
 from infinity.trace import StepStats, TierUsage
-from infinity.train.interrupt import StopRequest
 from infinity.train.model import GPT
 from infinity.train.plain import PlainTrainer
 from infinity.train.report import RunReport

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from infinity.bench.machine import PathFacts
-from infinity.train.history import format_bytes
+from infinity.console.formats import format_bytes
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _OVERLAID = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs", "unionfs"})

@@ -12,9 +12,9 @@ from infinity.bench.passes import InterruptedRunError
 from infinity.bench.pattern import MismatchError
 from infinity.bench.run import run
 from infinity.bench.settings import BenchSettings
-from infinity.train.flags import given_fields, make_flags
-from infinity.train.interrupt import StopRequest
-from infinity.train.report import STANDARD_OUTPUT
+from infinity.console.flags import given_fields, make_flags
+from infinity.console.interrupt import StopRequest
+from infinity.console.output import STANDARD_OUTPUT
 
 MISMATCH_EXIT_CODE = 1
 

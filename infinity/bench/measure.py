@@ -31,9 +31,9 @@ from infinity.bench.routes import ROUTES, Route, Traffic
 from infinity.bench.settings import BenchSettings, Point
 from infinity.bench.tiers import Request, Tiers
 from infinity.bench.volumes import Volume, drop_page_cache, still_cached, sync
+from infinity.console.formats import format_bytes
+from infinity.console.interrupt import StopRequest
 from infinity.io.completion import call_in_thread
-from infinity.train.history import format_bytes
-from infinity.train.interrupt import StopRequest
 
 _FIRST_WRITE_FRACTION = 1 / 16
 """Of the time budget: what is not written by then is left out, unless ``--size`` was given."""

@@ -6,8 +6,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from infinity.console.interrupt import StopRequest
 from infinity.io.tasks import gather_all
-from infinity.train.interrupt import StopRequest
 
 
 class InterruptedRunError(Exception):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +19,8 @@ from infinity.bench.machine import PathFacts, cpu_name
 from infinity.bench.passes import Sample
 from infinity.bench.routes import Route
 from infinity.bench.settings import Point
-from infinity.errors import storage_error
+from infinity.console.formats import format_bytes
 from infinity.io.open import Choice
-from infinity.train.history import format_bytes
-from infinity.train.report import STANDARD_OUTPUT
 
 SCHEMA = 1
 """Version of the JSON document."""
@@ -200,23 +195,6 @@ class Report:
 def format_block(point: Point) -> str:
     """The size of a request."""
     return str(point).partition(" x ")[0]
-
-
-def write_json(document: dict[str, Any], path: Path) -> None:
-    """Write a document to a file, or to standard output where ``path`` is ``-``.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
-    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-    if path == STANDARD_OUTPUT:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise storage_error("writing the figures for --json", error, path=path) from error
 
 
 def _short(figure: float) -> str:

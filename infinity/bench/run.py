@@ -14,20 +14,19 @@ from infinity.bench.cautions import machine_cautions, path_cautions
 from infinity.bench.machine import PathFacts, available_memory_bytes, path_facts
 from infinity.bench.measure import Measurement
 from infinity.bench.progress import Display
-from infinity.bench.report import Report, write_json
+from infinity.bench.report import Report
 from infinity.bench.settings import BenchSettings
 from infinity.bench.sizing import plan_sizes
 from infinity.bench.tiers import Tiers, open_tiers
 from infinity.bench.volumes import job_directories
 from infinity.config import Config
+from infinity.console.directories import nvme_directories
+from infinity.console.formats import format_bytes
+from infinity.console.interrupt import StopRequest
+from infinity.console.output import STANDARD_OUTPUT, check_output, write_json
 from infinity.io.completion import call_in_thread
 from infinity.io.open import open_backend
 from infinity.store.nvme import OpenBackend
-from infinity.train.directories import nvme_directories
-from infinity.train.history import format_bytes
-from infinity.train.interrupt import StopRequest
-from infinity.train.report import STANDARD_OUTPUT
-from infinity.train.save import check_output
 
 
 def run(

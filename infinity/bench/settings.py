@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
 from infinity.config import BackendName, Paths
+from infinity.console.output import flag_error
 from infinity.errors import ConfigError
 from infinity.io.backend import DIRECT_ALIGNMENT
 
@@ -101,12 +102,7 @@ class BenchSettings(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            complaints = [
-                f"--{str(item['loc'][0]).replace('_', '-')}: {item['msg'].removeprefix('Value error, ')}, "
-                f"got {item['input']!r}"
-                for item in error.errors()
-            ]
-            raise ConfigError(" | ".join(complaints)) from None
+            raise flag_error(error) from None
         if not self.nvme:
             raise ConfigError("--nvme: expected a directory to measure in, got none; for example --nvme /tmp/infinity")
         if not self.points:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.bench.settings import BenchSettings
+from infinity.console.formats import format_bytes
 from infinity.errors import BudgetError, ConfigError, DiskFullError
 from infinity.io.memory import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 from infinity.store.directory import JobDirectory
 from infinity.store.nvme import MARGIN_BYTES
-from infinity.train.history import format_bytes
 
 _MAX_RING_BYTES = 256 << 20
 _AUTO_FRACTION = 4

@@ -8,7 +8,7 @@ addresses go through the page cache: bouncing them would take a third switch.
 
 Tasks exist only while there are blocks, so none is left to be destroyed with the loop. Someone may still cancel them
 (``asyncio.run`` cancels every task at its end), while a call in a thread cannot be interrupted and ``aiofiles``
-forgets it when its await is cancelled. ``_LastCall`` remembers it: the task waits for the call all the same, keeps
+forgets it when its await is cancelled. ``LastCall`` remembers it: the task waits for the call all the same, keeps
 its outcome, and goes on; the cancelled callers have by then dropped the blocks that nobody wants, so it comes to an
 end.
 """
@@ -46,32 +46,37 @@ RawFile = Callable[[int, str, bool], io.FileIO]
 """``io.FileIO(descriptor, mode, closefd)`` or a subclass of it: what ``aiofiles`` calls in its threads."""
 
 
-class _LastCall(Executor):
-    """Hands the calls of one lane to the shared threads and remembers the last."""
+class LastCall(Executor):
+    """Hands one user's calls to shared threads and remembers the last of them."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
         self._last: Future[Any] | None = None
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Pass the call on."""
         future = self._threads.submit(function, *args, **kwargs)
         self._last = future
         return future
 
     async def finish(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Await one call on this executor to its end, whoever cancels."""
+        """Await one call on this executor to its end, whoever cancels; make it again if it was cancelled unbegun."""
         while True:
             try:
                 return await call()
             except asyncio.CancelledError:
                 last = self._last
                 assert last is not None
-            ended = Completion()
-            last.add_done_callback(lambda _, ended=ended: ended.finish_threadsafe())  # type: ignore[misc]
-            await ended.wait()
+            await _until_done(last)
             if not last.cancelled():  # else it never ran
                 result: T = last.result()
                 return result
+
+
+async def _until_done(future: Future[Any]) -> None:
+    done = Completion()
+    future.add_done_callback(lambda _: done.finish_threadsafe())
+    await done.wait()
 
 
 class _Lane:
@@ -79,7 +84,7 @@ class _Lane:
 
     def __init__(self, descriptors: Descriptors, threads: Executor, raw_file: RawFile) -> None:
         self.descriptors = descriptors
-        self._calls = _LastCall(threads)
+        self._calls = LastCall(threads)
         self._handles: dict[int, AsyncFileIO] = {
             descriptor: wrap(raw_file(descriptor, "r+b", False), executor=self._calls)
             for descriptor in (descriptors.buffered, descriptors.direct)
@@ -188,7 +193,7 @@ class AiofilesBackend(QueuedBackend):
             return self._queue.take()
 
     async def _run(self, block: CallBlock) -> None:
-        calls = _LastCall(self._threads)
+        calls = LastCall(self._threads)
         await calls.finish(lambda: asyncio.get_running_loop().run_in_executor(calls, block.request.run))
 
     async def _move(self, block: TransferBlock, outcome: Outcome) -> None:

@@ -10,7 +10,8 @@ Guarantees, for every backend:
 * The caller's buffer is not touched after the await has ended, *however* it ended: a cancelled call drops what was not
   yet submitted, waits for what was, and only then raises ``CancelledError``. A buffer may therefore be reused at once.
 * Demand requests overtake prefetch requests, and both overtake background writes, at the grain of one block.
-* Nothing blocks the event loop: system calls run elsewhere, and one request costs one wake-up of the loop.
+* Nothing blocks the event loop: system calls run elsewhere. With worker threads one request costs one wake-up of the
+  loop; aiofiles needs two for each block.
 
 Concurrent transfers on disjoint byte ranges of one file are independent. Overlapping ones have no order.
 """

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.errors import EngineStateError
+from infinity.errors import EngineStateError, StorageError
 from infinity.io.backend import DIRECT_ALIGNMENT, Backend, File
 from infinity.io.completion import Completion, InFlight
 
@@ -92,8 +92,12 @@ class QueuedFile(File):
         if self._closed is not None:
             return await self._closed.wait()
         self._closed = Completion()
+        cancelled = await self.in_flight.drained()
         try:
-            cancelled = await self.in_flight.drained()
             return await self._release(self) or cancelled
+        except StorageError:
+            if cancelled:
+                return True
+            raise
         finally:
             self._closed.finish()

@@ -80,7 +80,8 @@ class QueuedBackend(Backend):
         with self._in_flight:
             cancelled = await self._perform(call)
             if cancelled and call.results:
-                await self._perform(Call(lambda: self._undo_open(call.results[0], created=create), Priority.DEMAND))
+                undo = Call(lambda: self._undo_open(call.results[0], created=create), Priority.DEMAND)
+                await self._perform(undo, droppable=False)
         if cancelled:
             raise asyncio.CancelledError
         file = call.result()
@@ -158,7 +159,8 @@ class QueuedBackend(Backend):
         with self._in_flight:
             cancelled = await self._perform(call, droppable=False)
         self._files.discard(file)
-        call.result()
+        if not cancelled:
+            call.result()
         return cancelled
 
     def _bind(self) -> None:

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 
 from infinity.config import Config
-from infinity.train.flags import given_fields, make_flags
-from infinity.train.interrupt import StopRequest
-from infinity.train.report import STANDARD_OUTPUT
+from infinity.console.flags import given_fields, make_flags
+from infinity.console.interrupt import StopRequest
+from infinity.console.output import STANDARD_OUTPUT
 from infinity.train.run import run
 from infinity.train.settings import TrainSettings
 

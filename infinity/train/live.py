@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from infinity.console.formats import format_seconds, format_share
+from infinity.console.interrupt import StopRequest
 from infinity.trace import TierUsage
-from infinity.train.history import RECENT_STEPS, History, format_seconds, format_share
-from infinity.train.interrupt import StopRequest
+from infinity.train.history import RECENT_STEPS, History
 
 _SECONDS_BETWEEN_LINES = 5.0
 

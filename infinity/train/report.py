@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import resource
@@ -17,12 +16,10 @@ import torch
 from rich.table import Table
 
 from infinity.config import Config
-from infinity.errors import storage_error
+from infinity.console.formats import format_bytes, format_share
 from infinity.trace import TierUsage
-from infinity.train.history import History, format_bytes, format_share
+from infinity.train.history import History
 from infinity.train.settings import TrainSettings
-
-STANDARD_OUTPUT = Path("-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +115,6 @@ class RunReport:
             table.add_row(name, f"{format_bytes(sum(moved) / len(moved))} per step, {rate:.2f} GB/s on average")
         table.add_row("stall", f"{sum(step.stall_seconds for step in stats) / seconds:.1%} of the time")
         table.add_row("waiting for optimizer", f"{sum(step.optimizer_seconds for step in stats) / seconds:.1%}")
-
-    def write_json(self, path: Path) -> None:
-        """Write the document to a file, or to standard output where ``path`` is ``-``.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
-        text = json.dumps(self.as_document(), indent=2, allow_nan=False) + "\n"
-        if path == STANDARD_OUTPUT:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-            return
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise storage_error("writing the figures for --json", error, path=path) from error
 
 
 def peak_rss_bytes() -> int:

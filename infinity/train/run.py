@@ -9,13 +9,15 @@ import torch
 from rich.console import Console
 
 from infinity.config import Config
+from infinity.console.directories import nvme_directories
+from infinity.console.formats import format_bytes
+from infinity.console.interrupt import StopRequest
+from infinity.console.output import STANDARD_OUTPUT, check_output, write_json
 from infinity.train.data import Batch, Corpus, held_out_batches, load_corpus, training_batches
-from infinity.train.directories import nvme_directories
-from infinity.train.history import History, format_bytes
-from infinity.train.interrupt import StopRequest
+from infinity.train.history import History
 from infinity.train.live import Display
-from infinity.train.report import STANDARD_OUTPUT, RunReport, peak_accelerator_bytes, peak_rss_bytes
-from infinity.train.save import check_output, save_weights
+from infinity.train.report import RunReport, peak_accelerator_bytes, peak_rss_bytes
+from infinity.train.save import save_weights
 from infinity.train.settings import TrainSettings
 from infinity.train.trainer import MakeTrainer, Trainer, deterministic_kernels, make_trainer, parameter_shapes
 
@@ -80,7 +82,7 @@ def run(
     if settings.save is None:
         display.say("weights were not saved: this run keeps no checkpoint (--save FILE.safetensors writes them)")
     if settings.json_file is not None:
-        report.write_json(settings.json_file)
+        write_json(report.as_document(), settings.json_file)
     return report
 
 

@@ -14,29 +14,10 @@ from pathlib import Path
 
 import torch
 
-from infinity.errors import ConfigError, StorageError, storage_error
+from infinity.errors import StorageError, storage_error
 
 _ITEM_BYTES = 4
 _HEADER_ALIGNMENT = 8
-
-
-def check_output(path: Path, flag: str, *, replaced: bool) -> None:
-    """Refuse, before any work is done, a file that could not be written at the end.
-
-    Args:
-        path: the file.
-        flag: what the user gave it to.
-        replaced: whether another file will take its place, which must not happen to a device or a pipe.
-
-    Raises:
-        ConfigError: the directory is missing, or ``path`` is itself a directory, or no regular file.
-    """
-    if path.is_dir():
-        raise ConfigError(f"{flag}: {path} is a directory; give a file")
-    if replaced and path.exists() and not path.is_file():
-        raise ConfigError(f"{flag}: {path} is not a regular file; give another path")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{flag}: directory {path.parent} does not exist; create it first")
 
 
 def save_weights(path: Path, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
+from infinity.console.output import flag_error
 from infinity.errors import ConfigError
 from infinity.train.model import GPTShape
 
@@ -84,11 +85,7 @@ class TrainSettings(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            complaints = [
-                f"--{str(item['loc'][0]).replace('_', '-')}: {item['msg']}, got {item['input']!r}"
-                for item in error.errors()
-            ]
-            raise ConfigError(" | ".join(complaints)) from None
+            raise flag_error(error) from None
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"--hidden: expected a multiple of --heads {self.num_heads}, got {self.hidden_size}; "
