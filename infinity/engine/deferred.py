@@ -171,11 +171,14 @@ class _Heap:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._used_bytes = 0
 
-    def use(self, nbytes: int) -> None:
-        """Count a buffer that lives for a short while; now and then, return the pages of earlier ones to the system."""
+    def make_room(self) -> None:
+        """Return the pages of freed buffers to the system, if there may be many."""
         if self._used_bytes >= self.TRIM_BYTES and self._trim is not None:
             self._used_bytes = 0
             self._trim(0)
+
+    def use(self, nbytes: int) -> None:
+        """Count a buffer that lives for a short while."""
         self._used_bytes += nbytes
 
 
@@ -410,6 +413,7 @@ class _Bench:
 
     def run(self, op: _Op, *, live: bool = False) -> Any:
         """Run one operator on the buffers as they are; ``live``: draw from the generator itself."""
+        _heap.make_room()
         _heap.use(sum(slot.nbytes for slot in op.writes))
         inputs: set[int] = set()
 
@@ -570,7 +574,7 @@ class _Recorder(TorchDispatchMode):
     """Sees every operator below autograd; makes large results deferred and records what is done to them."""
 
     def __init__(self, threshold_bytes: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._threshold_bytes = threshold_bytes
         self._bench = _Bench(keep=True)
         self.autocast_types: list[str] = []  # where autocast is on; hidden from here, so the facade tells
@@ -596,6 +600,7 @@ class _Recorder(TorchDispatchMode):
                 return NotImplemented
         op = call.record(self._threshold_bytes) if is_random else None  # the generator's state is that before
         if result is _UNKNOWN:
+            _heap.make_room()
             result = call.func(*call.args, **call.kwargs)
         new = self._large(call, result)
         return self._commit(call, op or call.record(self._threshold_bytes), result, new) if new else result
@@ -652,10 +657,10 @@ class _Recorder(TorchDispatchMode):
         slot = self._bench.slot_of(leaf) if isinstance(leaf, Tensor) else None
         if slot is None:
             return leaf
-        for tensor in call.mutated:
-            if _slot(tensor) is slot:
-                return tensor
-        call.refuse("its result is a view, and it is not implemented for meta tensors")
+        changed = [tensor for tensor in call.mutated if _slot(tensor) is slot]
+        if not changed:
+            call.refuse("its result is a view, and it is not implemented for meta tensors")
+        return changed[0]
 
     def _large(self, call: _Call, result: Any) -> dict[int, Tensor]:
         """The tensors in ``result`` that are new memory and large enough to be deferred, by position."""
