@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity.engine import deferred
+from infinity.engine import tape
 from infinity.engine.deferred import deferred_init, is_deferred, materialize
 from infinity.errors import ModelError
 
@@ -374,13 +374,13 @@ def test_overwritten_work_is_neither_replayed_nor_kept(monkeypatch: pytest.Monke
 def count_runs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the operators that really run, by name."""
     calls: Counter[str] = Counter()
-    run = deferred._Bench.run
+    run = tape.Bench.run
 
     def counting(self: Any, op: Any, **options: Any) -> Any:
         calls[str(op.func)] += 1
         return run(self, op, **options)
 
-    monkeypatch.setattr(deferred._Bench, "run", counting)
+    monkeypatch.setattr(tape.Bench, "run", counting)
     return calls
 
 
@@ -916,7 +916,7 @@ MEMORY = """
 )
 def test_memory_is_that_of_one_tensor_at_a_time(make: str, width: int, num_tensors: int) -> None:
     tensor_bytes, slack_bytes = width * width * 4, 6 << 20
-    heap_bytes = deferred._Heap.TRIM_BYTES if tensor_bytes < deferred._Heap.TRIM_BYTES else 0  # freed, not returned yet
+    heap_bytes = tape.Heap.TRIM_BYTES if tensor_bytes < tape.Heap.TRIM_BYTES else 0  # freed, not returned yet
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEMORY), make, str(width)], capture_output=True, text=True, check=False
     )
