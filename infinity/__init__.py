@@ -35,3 +35,5 @@ __all__ = [
     "deferred_init",
     "initialize",
 ]
+
+__version__ = "0.1.0"
