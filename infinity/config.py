@@ -34,7 +34,7 @@ def _debug_from_environment() -> bool:
 
 def _refuse_bool_bytes(value: object) -> object:
     if isinstance(value, bool):
-        raise ValueError("expected a number of bytes or a string such as '20GiB'")  # noqa: TRY004 - pydantic's protocol
+        raise ValueError("expected a number of bytes or a string such as '20GiB'")
     return value
 
 
@@ -142,15 +142,14 @@ class Config(BaseModel):
             ConfigError: torch does not know it, or it is not there.
         """
         if self.device == "auto":
-            accelerator = torch.accelerator.current_accelerator(check_available=True)
-            return accelerator if accelerator is not None else torch.device("cpu")
+            return _accelerator() or torch.device("cpu")
         try:
             device = torch.device(self.device)
         except RuntimeError as error:
             raise ConfigError(f"device: torch does not know {self.device!r}: {error}") from error
         if device.type == "cpu":
             return torch.device("cpu")
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        accelerator = _accelerator()
         num_devices = torch.accelerator.device_count() if accelerator is not None else 0
         if accelerator is None or accelerator.type != device.type or (device.index or 0) >= num_devices:
             there = "none" if accelerator is None else f"{num_devices} of type {accelerator.type!r}"
@@ -159,6 +158,10 @@ class Config(BaseModel):
                 "Use device='cpu', or install a torch build for your accelerator"
             )
         return device
+
+
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def _refuse_constant(name: str) -> NoReturn:

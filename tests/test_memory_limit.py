@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from cgroups import NoCgroupError, memory_cgroup
 
 MIB = 1 << 20

@@ -11,44 +11,23 @@ while it waits for nobody else.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from pydantic import ByteSize
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.optimizer import Shadow, is_shard
-from infinity.engine.precision import Precision
-from infinity.engine.unit import GRAD, GRAD_SUM, MASTER, PARAM, Part, Slot, Unit, state_kind
+from infinity.engine.partition import lay_out_units
+from infinity.engine.precision import Precision, precision_of
+from infinity.engine.unit import GRAD, GRAD_SUM, MASTER, PARAM, Part, Unit, state_kind
+from infinity.engine.wrap import plan_units
 from infinity.errors import BudgetError
 from infinity.store.shard import ShardKey
 
 _MAX_SUB_GROUP_BYTES = 256 << 20
 _MIB = 1 << 20
-
-
-def expected_states(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the optimizer's states that have their parameter's shape, found by stepping a tiny parameter.
-
-    The step runs on a shadow and a copy of the hyper-parameters: the user's optimizer is not touched. An optimizer that
-    cannot step a 4 x 4 matrix of ones is taken to have two.
-    """
-    probe = object.__new__(type(optimizer))
-    probe.__dict__.update(optimizer.__dict__)
-    param = nn.Parameter(torch.ones(4, 4))
-    param.grad = torch.ones(4, 4)
-    slot = Slot("probe", param, param.shape, param.stride(), 0)
-    try:
-        probe.param_groups = [
-            {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": []}
-            for group in optimizer.param_groups
-        ]
-        state = Shadow(probe).step([(0, param, {})])[param]
-    except Exception:  # whatever the user's class does with it: this is an estimate
-        return ["first", "second"]
-    return [name for name, value in state.items() if is_shard(value, slot)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +38,11 @@ class Plan:
         units: all units.
         parts: all parts, numbered across units.
         precision: the dtypes.
-        state_names: the optimizer states expected to be shards.
     """
 
     units: Sequence[Unit]
     parts: Sequence[Part]
     precision: Precision
-    state_names: Sequence[str]
 
     def shard_bytes(self, part: Part) -> dict[str, int]:
         """The shards of one part: bytes by kind."""
@@ -76,7 +53,7 @@ class Plan:
         if self.precision.has_master:
             sizes |= {MASTER: step_bytes, GRAD_SUM: step_bytes}
         sizes[GRAD] = part.param_bytes
-        return sizes | {state_kind(name): step_bytes for name in self.state_names}
+        return sizes | {state_kind(name): step_bytes for name in part.state_names}
 
     def step_keys(self, part: Part) -> list[ShardKey]:
         """The shards that a step of this part reads or writes."""
@@ -97,9 +74,9 @@ class Plan:
         return sum(sum(self.shard_bytes(part).values()) for part in self.parts)
 
     def step_bytes(self, part: Part) -> int:
-        """Host memory that a step of one sub-group needs."""
+        """Host memory that a step of one sub-group needs; gradients are there in one form."""
         sizes = self.shard_bytes(part)
-        return sum(sizes.values()) - min(sizes.get(GRAD, 0), sizes.get(GRAD_SUM, sizes.get(GRAD, 0)))
+        return sum(sizes.values()) - min(sizes.get(GRAD, 0), sizes.get(GRAD_SUM, 0))
 
     def backward_bytes(self, unit: Unit) -> int:
         """Host memory that the gradients of one unit need at the same time."""
@@ -138,8 +115,14 @@ class Plan:
         start = max((part.param_bytes + self.shard_bytes(part).get(MASTER, 0) for part in self.parts), default=0)
         return max(step, backward, start) + (upload if uploads else 0)
 
-    def check(self, model: nn.Module, config: Config, device: torch.device) -> None:
+    def check(self, model: nn.Module, config: Config, device: torch.device, replan: Callable[[Config], Plan]) -> None:
         """Refuse budgets that cannot train the model.
+
+        Args:
+            model: the user's model.
+            config: for which this plan was made.
+            device: where it trains.
+            replan: makes the plan for other budgets.
 
         Raises:
             BudgetError: with the arithmetic and the smallest budgets that would do.
@@ -158,11 +141,16 @@ class Plan:
                 "give nvme= directories or more ram"
             )
         if complaints:
-            smallest = ram if config.nvme else max(ram, self._resident_bytes)
+            hbm, ram = _enough(model, config, device, replan)
             raise BudgetError(
                 f"budgets too small for this model: {'; '.join(complaints)}. "
-                f"Smallest budgets that would do: hbm={hbm}, ram={smallest} (bytes)"
+                f"Smallest budgets that would do: hbm={hbm}, ram={ram} (bytes)"
             )
+
+    def needs(self, model: nn.Module, config: Config, device: torch.device) -> tuple[int, int]:
+        """The smallest device and host budgets for this plan."""
+        ram = self.smallest_ram(uploads=device.type != "cpu")
+        return self.smallest_hbm(model)[0], ram if config.nvme else max(ram, self._resident_bytes)
 
     @property
     def _resident_bytes(self) -> int:
@@ -180,6 +168,50 @@ class Plan:
         sizes = ", ".join(f"{kind} {_mib(size)}" for kind, size in self.shard_bytes(largest).items())
         names = ", ".join(slot.name for slot in largest.slots[:3]) + (", ..." if len(largest.slots) > 3 else "")
         return f"one step of sub-group {largest.index} ({names}) needs {_mib(ram)}: {sizes}"
+
+
+def plan_for(
+    model: nn.Module,
+    stepped: set[nn.Parameter],
+    states: Mapping[nn.Parameter, Sequence[str]],
+    config: Config,
+    device: torch.device,
+) -> Plan:
+    """Divide a model for the budgets of a configuration.
+
+    Args:
+        model: the user's model.
+        stepped: the parameters that the optimizer holds.
+        states: the names of its states of each parameter's shape.
+        config: budgets, precision and units.
+        device: where it trains.
+
+    Raises:
+        ConfigError: ``config.units`` names a class of which the model has no module.
+    """
+    precision = precision_of(config.precision)
+    units = lay_out_units(
+        plan_units(model, config.units, max_unit_bytes=max(config.hbm // 2, 1)),
+        stepped,
+        precision,
+        device,
+        states=states,
+        sub_group_bytes=sub_group_bytes(config),
+    )
+    return Plan(units, [part for unit in units for part in unit.parts], precision)
+
+
+def _enough(
+    model: nn.Module, config: Config, device: torch.device, replan: Callable[[Config], Plan]
+) -> tuple[int, int]:
+    """The least that budgets must grow: larger ones may also mean larger units, so until a plan fits its own."""
+    while True:
+        hbm, ram = replan(config).needs(model, config, device)
+        if hbm <= config.hbm and ram <= config.ram:
+            return config.hbm, config.ram
+        config = config.model_copy(
+            update={"hbm": ByteSize(max(hbm, config.hbm)), "ram": ByteSize(max(ram, config.ram))}
+        )
 
 
 def sub_group_bytes(config: Config) -> int:

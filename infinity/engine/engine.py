@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,56 +15,63 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.budget import Plan, expected_states, sub_group_bytes
+from infinity.engine.budget import plan_for
 from infinity.engine.gradients import GradientSink
+from infinity.engine.guard import StepGuard
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.optimizer import OffloadedOptimizer, SubGroupStepper
-from infinity.engine.partition import lay_out_units
-from infinity.engine.precision import precision_of
 from infinity.engine.prefetch import Orders, PrefetchScheduler
+from infinity.engine.shadow import expected_states
 from infinity.engine.start import Loader, check_model, convert_buffers
 from infinity.engine.unit import PARAM
 from infinity.engine.weights import StreamingStateDict, WeightReader, hook_state_dicts
-from infinity.engine.wrap import plan_units
 from infinity.errors import ConfigError, EngineStateError
 from infinity.store.device import AcceleratorDevice, ArenaDevice, DeviceTier, Piece
-from infinity.store.loop import LoopThread
+from infinity.store.loop import LoopThread, register_exit, unregister_exit
 from infinity.store.nvme import NvmeTier
 from infinity.store.store import TieredStore
 from infinity.trace import StepStats, TierUsage
 
 
 class _Resources:
-    """What an engine must give back, kept apart from it so that it is given back also when the engine is forgotten."""
+    """What an engine must give back, kept apart from it so that it is given back also when the engine is forgotten.
+
+    And when the interpreter exits: early enough for threads and executors to take part (``register_exit``), and only in
+    the process that made it, since a forked child has neither the loop's thread nor the directories.
+    """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self.loop = LoopThread()
+        self.guard = StepGuard(self.loop)
         self.nvme: NvmeTier | None = None
         self.store: TieredStore | None = None
         self.device: DeviceTier | None = None
-        self.stepper: SubGroupStepper | None = None
+        self.worker = ThreadPoolExecutor(1, "infinity-optimizer")
         self.hooks: ModuleHooks | None = None
         self.handles: list[Any] = []
+        register_exit(self.close)
 
     def close(self) -> None:
-        """Undo everything, in the reverse order of its making. Closing twice is harmless."""
-        if self.hooks is not None:
-            self.hooks.remove()
-        for handle in self.handles:
-            handle.remove()
-        try:
-            if self.device is not None:
-                self.loop.run(self.device.aclose())
-            if self.stepper is not None:
-                self.stepper.close()
-            if self.store is not None:
-                self.loop.run(self.store.aclose())
-            elif self.nvme is not None:
-                self.loop.run(self.nvme.aclose())
-        finally:
-            self.loop.close()
-        self.hooks = self.device = self.stepper = self.store = self.nvme = None
-        self.handles = []
+        """Undo everything, in the reverse order of its making, whatever fails. Closing twice is harmless."""
+        if os.getpid() != self._pid:
+            return
+        unregister_exit(self.close)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.loop.close)
+            below = self.store or self.nvme
+            if below is not None:
+                stack.callback(lambda: self.loop.run(below.aclose()))
+            stack.callback(self.worker.shutdown)
+            if (device := self.device) is not None:
+                stack.callback(lambda: self.loop.run(device.aclose()))
+            for handle in self.handles:
+                stack.callback(handle.remove)
+            if self.hooks is not None:
+                stack.callback(self.hooks.remove)
+            stack.callback(self.guard.join)
+            self.hooks = self.device = self.store = self.nvme = None
+            self.handles = []
 
 
 class Engine:
@@ -80,23 +90,14 @@ class Engine:
         self.module = model
         self.config = config
         self.last_step: StepStats | None = None
-        self._error: BaseException | None = None
         self._num_steps = 0
-        self._precision = precision_of(config.precision)
         stepped = {param for group in optimizer.param_groups for param in group["params"]}
-        names = expected_states(optimizer)
-        self._units = lay_out_units(
-            plan_units(model, config.units, max_unit_bytes=max(config.hbm // 2, 1)),
-            stepped,
-            self._precision,
-            device,
-            num_states=len(names),
-            sub_group_bytes=sub_group_bytes(config),
-        )
-        self._parts = [part for unit in self._units for part in unit.parts]
-        self._plan = Plan(self._units, self._parts, self._precision, names)
-        self._plan.check(model, config, device)
+        states = expected_states(optimizer)
+        self._plan = plan_for(model, stepped, states, config, device)
+        self._plan.check(model, config, device, lambda other: plan_for(model, stepped, states, other, device))
+        self._precision, self._units, self._parts = self._plan.precision, self._plan.units, self._plan.parts
         self._resources = _Resources()
+        self._guard = self._resources.guard
         try:
             self._build(optimizer, device)
         except BaseException:
@@ -143,17 +144,29 @@ class Engine:
         )
         self._gradients = GradientSink(loop, self._store, self._scheduler, self._parts)
         has_master = self._precision.has_master
-        self._stepper = resources.stepper = SubGroupStepper(
-            self._store, self._device, self._scheduler, self._units, self._parts, optimizer, has_master=has_master
+        self._stepper = SubGroupStepper(
+            self._store,
+            self._device,
+            self._scheduler,
+            self._units,
+            self._parts,
+            optimizer,
+            has_master=has_master,
+            worker=resources.worker,
         )
         self.buffer_bytes = convert_buffers(self.module, self._precision, device)
         self._stepper.adopt(Loader(loop, self._store, optimizer, has_master=has_master).load(self._units))
         self._hooks = resources.hooks = ModuleHooks(
-            self.module, self._units, self._scheduler, self._gradients, self._precision
+            self.module, self._units, self._scheduler, self._gradients, self._precision, self._guard.check
         )
         self._reader = WeightReader(loop, self._store, self._parts, has_master=has_master)
         resources.handles = hook_state_dicts(self.module, self._reader)
-        self.optimizer = OffloadedOptimizer(optimizer, self._step, self._gradients.discard)
+        self.optimizer = OffloadedOptimizer(
+            optimizer,
+            self._step,
+            self._discard,
+            functools.partial(self._reader.read_state, state_of=self._stepper.state_of),
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; the same as ``engine.module(...)``."""
@@ -176,7 +189,6 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Discard gradients that have not been stepped."""
-        self._check_usable()
         self.optimizer.zero_grad()
 
     def state_dict(self) -> StreamingStateDict:
@@ -239,22 +251,21 @@ class Engine:
     def _check_usable(self) -> None:
         if not self._finalizer.alive:
             raise EngineStateError("the engine is closed; make another with infinity.initialize()")
-        if self._error is not None:
-            raise EngineStateError(
-                f"an optimizer step failed half-way, so the state is no longer whole: {self._error}; "
-                "start again from your last saved state"
-            ) from self._error
+        self._guard.check()
+
+    def _discard(self) -> None:
+        self._check_usable()
+        self._hooks.settle()
+        self._gradients.discard()
 
     def _step(self) -> None:
         self._check_usable()
+        self._hooks.refuse_inside()
+        self._stepper.check_groups()
         self._hooks.settle()
         gradients = self._gradients.take()
         start = time.perf_counter()
-        try:
-            self._resources.loop.run(self._stepper.step(gradients))
-        except Exception as error:
-            self._error = error
-            raise
+        self._guard.run(self._stepper.step(gradients))
         self._num_steps += 1
         mark = self._counters()
         since = {name: value - self._mark[name] for name, value in mark.items()}

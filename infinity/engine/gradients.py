@@ -3,10 +3,10 @@
 A gradient lives on ``param.grad`` only from autograd's accumulation to the hook right after it. The sink copies it into
 the gradient shard of its part, in host memory, and the shard may then move to NVMe like any other until the step.
 
-What stands on ``param.grad`` afterwards is a ``KeptGradient``: true about shape and dtype, and an error to read, so that
-code which clips or inspects gradients by hand fails instead of finding none. It is also the truth about discarding:
-whoever sets ``param.grad = None`` (``model.zero_grad()``, a loop of the user's) has discarded the gradient, and whoever
-puts a tensor there has replaced it, exactly as in plain PyTorch.
+What stands on ``param.grad`` afterwards is a placeholder: true about shape and dtype, NaN to read, and refused at the
+step if it was written to, so that code which clips or scales gradients by hand fails instead of finding none. It is
+also the truth about discarding: whoever sets ``param.grad = None`` (``model.zero_grad()``, a loop of the user's) has
+discarded the gradient, and whoever puts a tensor there has replaced it, exactly as in plain PyTorch.
 
 The dtype of sums: one backward's gradients are kept in the parameter's dtype, exactly as autograd made them. When a
 second backward arrives before the step and the optimizer steps in a wider dtype, the shard is promoted to that dtype
@@ -21,7 +21,8 @@ Called on the thread that runs autograd's hooks; one backward runs at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,33 +36,6 @@ from infinity.store.loop import LoopThread
 from infinity.store.order import Use
 from infinity.store.shard import ShardKey
 from infinity.store.store import TieredStore
-
-_HARMLESS = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "is_sparse", "requires_grad", "is_leaf", "grad_fn", "ndim")
-) | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.is_complex}
-
-
-class KeptGradient(torch.Tensor):
-    """What stands on ``param.grad`` while the engine keeps the gradient: a shape and no values.
-
-    Raises (on every use of its values):
-        ModelError: they are not there.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _HARMLESS:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        raise ModelError(
-            f"{getattr(func, '__name__', func)}: a gradient was read or changed between backward and step, but the "
-            "engine keeps gradients outside the parameters; let the engine clip them, and discard them with zero_grad()"
-        )
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"<gradient of shape {tuple(self.shape)}, {self.dtype}, kept by infinity>"
 
 
 @dataclass(slots=True)
@@ -103,7 +77,8 @@ class GradientSink:
         self._scheduler = scheduler
         self._parts = parts
         self._gradients: dict[int, _Gradients] = {}
-        self._marks: dict[nn.Parameter, KeptGradient] = {}
+        self._open_parts: dict[int, Part] = {}
+        self._placeholders: dict[nn.Parameter, torch.Tensor] = {}
         self._backward = 1
 
     def expect(self, part: Part, position: int) -> None:
@@ -146,16 +121,15 @@ class GradientSink:
         else:
             view.add_(gradient.to(view.device))
         gradients.arrived[position] = self._backward
-        slot.param.grad = self._mark(part, slot)
+        slot.param.grad = self._placeholder(part, slot)
         gradients.pending.discard(position)
         if not gradients.pending:
             self._close(part, gradients)
 
     def let_go(self, *, but: Part | None = None) -> None:
         """Unpin every open shard but one; the next gradient of its part pins it again."""
-        for index, gradients in self._gradients.items():
-            if gradients.flat is not None and (but is None or index != but.index):
-                self._close(self._parts[index], gradients)
+        for part in [part for part in self._open_parts.values() if part is not but]:
+            self._close(part, self._gradients[part.index])
 
     def end_backward(self) -> None:
         """A backward is over, completely or not: let every open shard go. What comes next is another backward."""
@@ -176,8 +150,12 @@ class GradientSink:
         """Hand the gradients over to a step: for each part its kind of shard and the slots that have a gradient.
 
         The receiver deletes the shards.
+
+        Raises:
+            ModelError: a gradient was changed in place while it was away; nothing is lost but what was changed.
         """
         self.end_backward()
+        self._refuse_changes()
         self._take_users()
         gradients, self._gradients = self._gradients, {}
         taken: dict[int, tuple[str, frozenset[int]]] = {}
@@ -205,15 +183,25 @@ class GradientSink:
                     self.arrive(part, position, gradient)
         self.let_go()
 
-    def _is_kept(self, slot: Slot) -> bool:
-        return slot.param.grad is not None and slot.param.grad is self._marks.get(slot.param)
+    def _refuse_changes(self) -> None:
+        for index, gradients in self._gradients.items():
+            for position in sorted(gradients.arrived):
+                slot = self._parts[index].slots[position]
+                if self._is_kept(slot) and self._placeholders[slot.param]._version:
+                    raise ModelError(
+                        f"parameter {slot.name}: its gradient was changed in place after backward, while it was away; "
+                        "discard gradients with zero_grad(set_to_none=True), and let the engine clip them"
+                    )
 
-    def _mark(self, part: Part, slot: Slot) -> KeptGradient:
-        mark = self._marks.get(slot.param)
-        if mark is None:
-            values = placeholder(slot.shape, part.compute_dtype, slot.param.device)
-            mark = self._marks[slot.param] = values.as_subclass(KeptGradient)
-        return mark
+    def _is_kept(self, slot: Slot) -> bool:
+        return slot.param.grad is not None and slot.param.grad is self._placeholders.get(slot.param)
+
+    def _placeholder(self, part: Part, slot: Slot) -> torch.Tensor:
+        known = self._placeholders.get(slot.param)
+        if known is None or known._version:
+            known = placeholder(slot.shape, part.compute_dtype, slot.param.device)
+            self._placeholders[slot.param] = known
+        return known
 
     def _open(self, part: Part, gradients: _Gradients) -> None:
         self._loop.call_soon(self._scheduler.touch, Use.GRADIENT, part.index)
@@ -223,6 +211,7 @@ class GradientSink:
             self.let_go(but=part)
             gradients.flat = self._pin(part, gradients)
         gradients.exists = True
+        self._open_parts[part.index] = part
         gradients.pending = {i for i, slot in enumerate(part.slots) if slot.param.requires_grad}
 
     def _pin(self, part: Part, gradients: _Gradients) -> torch.Tensor:
@@ -237,6 +226,7 @@ class GradientSink:
     def _close(self, part: Part, gradients: _Gradients) -> None:
         gradients.flat = None
         gradients.pending = set()
+        del self._open_parts[part.index]
         self._loop.call_soon(self._release, part, gradients.kind)
 
     def _promote(self, part: Part, gradients: _Gradients) -> torch.Tensor:
@@ -268,3 +258,48 @@ class GradientSink:
     async def _delete(self, keys: Iterable[ShardKey]) -> None:
         for key in keys:
             await self._store.delete(key)
+
+
+class ParamHooks:
+    """The hooks on stepped parameters that hand their gradients to the sink.
+
+    Args:
+        sink: takes them.
+        parts: all parts.
+        on_gradient: called before each.
+    """
+
+    def __init__(self, sink: GradientSink, parts: Sequence[Part], on_gradient: Callable[[], None]) -> None:
+        self._sink = sink
+        self._on_gradient = on_gradient
+        self._hooks: list[Any] = []
+        self._frozen = [(part, i) for part in parts if part.stepped for i in range(len(part.slots))]
+        self.update()
+
+    def update(self) -> None:
+        """Hook parameters that require a gradient and are not hooked yet: all at first, unfrozen ones later."""
+        thawed = [(part, i) for part, i in self._frozen if part.slots[i].param.requires_grad]
+        if not thawed:
+            return
+        for part, position in thawed:
+            param = part.slots[position].param
+            before = functools.partial(self._before, part, position)
+            after = functools.partial(self._after, part, position)
+            self._hooks += [param.register_hook(before), param.register_post_accumulate_grad_hook(after)]
+        self._frozen = [(part, i) for part, i in self._frozen if not part.slots[i].param.requires_grad]
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _before(self, part: Part, position: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self._sink.expect(part, position)
+
+    def _after(self, part: Part, position: int, param: torch.Tensor) -> None:
+        self._on_gradient()
+        gradient, param.grad = param.grad, None
+        assert gradient is not None
+        self._sink.arrive(part, position, gradient)

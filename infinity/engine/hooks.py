@@ -1,17 +1,17 @@
 """Forward and backward hooks: when a unit is gathered, and when it may be released.
 
-Forward: every trigger of a unit gathers it before its forward and releases it after, also when the forward raises.
-
-Saved tensors: autograd would keep the gathered buffer through the tensors it saves for backward, and would read them
-after the buffer has been used for something else. While a unit's forward runs, ``saved_tensors_hooks`` turn each saved
-tensor whose storage is a gathered buffer (a weight, or a view such as its transpose) into a *handle*: unit, offset,
-size and stride. At backward the handle is unpacked from wherever the unit is gathered by then, gathering it first if
-need be. Everything else goes on to the hooks in force before (an activation checkpoint's, a user's), so nesting works.
+Forward: every trigger of a unit gathers it before its forward and releases it after, also when the forward raises. A
+parameter of another unit that a forward reads (``reads.py``) is *lent* to it: gathered, and released when it ends; so
+is one whose memory a module returns, to the forward that called it. While a forward runs, what autograd saves goes
+through ``saved.py``.
 
 Backward: when the gradient of a unit's output is ready, the unit is gathered and *held*; when the gradient of its input
 is final, its backward is over and it is released. A unit whose input needs no gradient has no such end; it is gathered
-when a handle needs it, and held until backward ends. Holds are soft: if a demand finds no room, holds without a running
-forward are given up, the latest apart, because a node may be reading it. That costs another gather, never a number.
+when a handle needs it, and held until backward ends. Holds are soft: if a demand finds no room, holds that no running
+forward needs, and that no node of the graph is reading, are given up. That costs another gather, never a number.
+
+Which backward: the gradient of the model's output comes first, and outside the backwards that a reentrant checkpoint
+runs inside; so it is there that a backward is taken to begin, and one that an exception has ended to be over.
 
 Rejected: identity autograd functions around each unit (they forbid in-place operations on its inputs); replacing
 ``nn.functional.linear`` (covers only what it replaces).
@@ -21,48 +21,41 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from infinity.engine.gradients import GradientSink
+from infinity.engine.gradients import GradientSink, ParamHooks
 from infinity.engine.precision import Precision
 from infinity.engine.prefetch import PrefetchScheduler
-from infinity.engine.unit import Part, Unit, UnitState
-from infinity.errors import BudgetError, EngineStateError
-
-Pack = Callable[[torch.Tensor], Any]
-Unpack = Callable[[Any], torch.Tensor]
-
-
-class _Handle(NamedTuple):
-    """A saved tensor that lies in a unit's gathered buffer; ``offset`` in elements from the buffer's start."""
-
-    unit: Unit
-    version: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+from infinity.engine.reads import unwatch_reads, watch_reads
+from infinity.engine.saved import SavedTensors
+from infinity.engine.trees import map_tensors, tensors_of
+from infinity.engine.unit import Unit, UnitState
+from infinity.errors import BudgetError, EngineStateError, ModelError
 
 
-class _Scope(NamedTuple):
-    """A forward that is running: a unit's trigger, or the whole model (``unit`` is ``None``)."""
+@dataclass(slots=True, eq=False)
+class _Scope:
+    """A forward that is running: a unit's trigger, or the whole model (``unit`` is ``None``).
+
+    Attributes:
+        unit: what it needs.
+        module: whose forward it is.
+        frame: Python's frame around the whole model's forward.
+        pushed: whether it put the saved-tensor hooks in force.
+        lent: units gathered for it beside its own.
+    """
 
     unit: Unit | None
-    module: nn.Module
-    frame: FrameType | None
-
-
-class _Outer(NamedTuple):
-    """A saved tensor that hooks outside ours have packed."""
-
-    unpack: Unpack
-    packed: Any
+    module: nn.Module | None
+    frame: FrameType | None = None
+    pushed: bool = False
+    lent: list[Unit] = field(default_factory=list)
 
 
 class ModuleHooks:
@@ -74,6 +67,7 @@ class ModuleHooks:
         scheduler: gathers and releases.
         gradients: takes the gradients of stepped parts.
         precision: casts the model's inputs.
+        check: called before a forward of the whole model; raises where there must be none.
     """
 
     def __init__(
@@ -83,33 +77,31 @@ class ModuleHooks:
         scheduler: PrefetchScheduler,
         gradients: GradientSink,
         precision: Precision,
+        check: Callable[[], None],
     ) -> None:
         self._units = units
         self._scheduler = scheduler
         self._gradients = gradients
         self._precision = precision
-        self._gathered: dict[int, Unit] = {}  # by address of the gathered buffer
+        self._check = check
+        self._saved = SavedTensors(self._hold_for_node)
         self._held: dict[int, Unit] = {}  # by index, the latest last
-        self._outer: list[tuple[Pack, Unpack] | None] = []  # hooks in force before each of ours
-        self._pushed: list[_Scope] = []  # the scopes that pushed saved-tensor hooks
+        self._reading: dict[int, tuple[Any, list[Unit]]] = {}  # by backward: the latest node and its units
         self._running: list[_Scope] = []
         self._backward_task: int | None = None
+        self._backward_scope = _Scope(None, None)
         self._hooks: list[Any] = []
-        self._frozen = [
-            (part, position)
-            for unit in units
-            for part in unit.parts
-            if part.stepped
-            for position in range(len(part.slots))
-        ]
+        self._leaf_hooks: list[Any] = []
         for unit in units:
+            unit.note_versions()
             for _, module in unit.triggers:
                 self._hook_trigger(unit, module)
         self._hooks += [
             model.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._after_model, always_call=True),
+            model.register_forward_hook(self._after_model, always_call=True, with_kwargs=True),
         ]
-        self._hook_gradients()
+        self._param_hooks = ParamHooks(gradients, [part for unit in units for part in unit.parts], self._watch_backward)
+        self._watched = watch_reads(units, self._read)
 
     def remove(self) -> None:
         """Take every hook off the model and let every unit go."""
@@ -117,29 +109,44 @@ class ModuleHooks:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._param_hooks.remove()
+        unwatch_reads(self._watched)
+        self._watched = []
 
     def recover(self) -> None:
         """Undo what an interrupted forward or backward left: hooks in force, units in use, open gradients."""
-        for _ in self._outer:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._pushed.clear()
-        self._outer.clear()
+        self._saved.clear()
         self._running.clear()
         self._backward_task = None
+        self._backward_scope.lent.clear()
         self._held.clear()
+        self._reading.clear()
+        self._remove_leaf_hooks()
         self._gradients.end_backward()
         for unit in self._units:
             unit.forward_depth = 0
             unit.held_for_backward = False
             if unit.state is UnitState.GATHERED:
                 unit.unbind()
-        self._gathered.clear()
         self._scheduler.release_all()
 
     def settle(self) -> None:
-        """Before an optimizer step: whatever an interrupted forward or backward still holds is let go."""
-        if self._running or self._held or self._backward_task is not None:
+        """Let go what an interrupted forward or backward still holds; nothing happens inside one that is running."""
+        left_over = self._running or self._held or self._backward_task is not None
+        if left_over and not self._in_backward() and not self._is_running():
             self.recover()
+
+    def refuse_inside(self) -> None:
+        """Refuse an optimizer step in the middle of a forward or backward.
+
+        Raises:
+            EngineStateError: there is one.
+        """
+        if self._in_backward() or self._is_running():
+            raise EngineStateError(
+                "step() was called inside a forward or backward of the model, whose parameters are in use; "
+                "call it after loss.backward() has returned"
+            )
 
     # Forward
 
@@ -153,14 +160,19 @@ class ModuleHooks:
 
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not self._in_backward() and not self._is_running():
+            self._check()
             self.settle()
-            self._hook_gradients()
             self._scheduler.begin_forward(training=torch.is_grad_enabled())
-        self._running.append(_Scope(None, module, sys._getframe(1)))
+        self._enter(_Scope(None, module, sys._getframe(1)))
         return self._precision.cast_inputs((args, kwargs))  # type: ignore[no-any-return]
 
-    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._leave(None, module)
+    def _after_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        result = self._after_trigger(None, module, args, kwargs, output)
+        if torch.is_grad_enabled() and not self._in_backward():
+            for tensor in tensors_of(output if result is None else result):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._begin_backward)
+        return result
 
     def _is_running(self) -> bool:
         """Whether a forward of the whole model is on the stack, and not just left over from an interrupt."""
@@ -172,89 +184,87 @@ class ModuleHooks:
             frame = frame.f_back
         return False
 
+    def _before_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        self._enter(_Scope(unit, module))
+
+    def _enter(self, scope: _Scope) -> None:
+        self._param_hooks.update()
+        self._running.append(scope)
+        if scope.unit is not None:
+            scope.unit.forward_depth += 1
+            if scope.unit.state is UnitState.RELEASED:
+                self._bind(scope.unit)
+        scope.pushed = self._saved.push()
+
     def _leave(self, unit: Unit | None, module: nn.Module) -> _Scope | None:
         """End a scope. ``None`` if it never began: PyTorch calls our hook also when an earlier pre-hook raised."""
         if not self._running or self._running[-1].unit is not unit or self._running[-1].module is not module:
             return None
-        return self._running.pop()
+        scope = self._running.pop()
+        if scope.pushed:
+            self._saved.pop()
+        return scope
 
-    def _before_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        scope = _Scope(unit, module, None)
-        self._running.append(scope)
-        unit.forward_depth += 1
-        if unit.state is UnitState.RELEASED:
-            self._bind(unit)
-        self._push_hooks(scope)
-
-    def _after_trigger(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_trigger(self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Returns what is to replace the output, if anything."""
         scope = self._leave(unit, module)
         if scope is None:
-            return
-        if self._pushed and self._pushed[-1] is scope:
-            self._pushed.pop()
-            self._outer.pop()
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        unit.forward_depth -= 1
-        if unit.forward_depth:
-            return
-        if torch.is_grad_enabled():
+            return None
+        used = scope.lent if unit is None else [unit, *scope.lent]
+        for each in used:
+            each.forward_depth -= 1
+        ending = [each for each in used if not each.forward_depth]
+        replacement = self._rescue(ending, output) if ending else None
+        if unit is not None and not unit.forward_depth and torch.is_grad_enabled():
             self._hook_boundary(unit, (args, kwargs), output)
-        if not unit.held_for_backward and unit.state is UnitState.GATHERED:
-            self._release(unit)
+        self._release_idle(ending)
+        return replacement
+
+    def _rescue(self, units: Sequence[Unit], output: Any) -> Any:
+        """Keep what a forward returns of the memory of ``units``: lent to its caller, or else as a copy."""
+        found = {id(unit): unit for unit in map(self._saved.unit_of, tensors_of(output)) if unit in units}
+        if not found:
+            return None
+        if self._running:
+            for unit in found.values():
+                if unit is not None:
+                    self._lend(unit, self._running[-1])
+            return None
+        return map_tensors(lambda tensor: tensor.clone() if self._saved.unit_of(tensor) in units else tensor, output)
+
+    def _read(self, unit: Unit) -> None:
+        """A parameter of a unit that no forward uses is being read."""
+        if self._running:
+            self._lend(unit, self._running[-1])
+        elif self._in_backward():  # a function that a checkpoint recomputes
+            self._watch_backward()
+            self._lend(unit, self._backward_scope)
+
+    def _lend(self, unit: Unit, scope: _Scope) -> None:
+        if unit.state is UnitState.RELEASED:
+            self._bind(unit)
+        unit.forward_depth += 1
+        scope.lent.append(unit)
 
     def _hook_boundary(self, unit: Unit, inputs: Any, output: Any) -> None:
         """Mark where the unit's backward begins and ends."""
-        ends = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
+        ends = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
         if not ends:
             return
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
+        for tensor in tensors_of(output):
+            if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(functools.partial(self._before_backward, unit))
         for tensor in ends:
-            tensor.register_hook(functools.partial(self._after_backward, unit))
-
-    # Saved tensors
-
-    def _push_hooks(self, scope: _Scope) -> None:
-        # Typed as never None, which it is when no hooks are in force.
-        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if outer is not None and outer[0] == self._pack:
-            return
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
-        self._outer.append(outer)
-        self._pushed.append(scope)
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        unit = self._gathered.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
-        if unit is not None and unit.buffer is not None:
-            base = int(unit.buffer.storage_offset()) // tensor.element_size()
-            offset = int(tensor.storage_offset()) - base
-            return _Handle(unit, unit.version, tensor.dtype, tensor.size(), tensor.stride(), offset)
-        outer = self._outer[-1] if self._outer else None
-        if outer is not None:
-            pack, unpack = outer
-            return _Outer(unpack, pack(tensor))
-        # Not the tensor itself: a saved output would keep its own node alive for ever.
-        return tensor.detach()
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, _Handle):
-            unit = packed.unit
-            if unit.version != packed.version:
-                raise EngineStateError(
-                    f"unit {unit.name}: backward needs the parameters as they were in its forward, but an optimizer "
-                    "step has changed them since; run backward before step()"
-                )
-            self._hold(unit)
-            assert unit.buffer is not None
-            flat = unit.buffer.view(packed.dtype)
-            return flat.as_strided(packed.size, packed.stride, flat.storage_offset() + packed.offset)
-        if isinstance(packed, _Outer):
-            return packed.unpack(packed.packed)
-        assert isinstance(packed, torch.Tensor)
-        return packed
+            hook = tensor.register_hook(functools.partial(self._after_backward, unit))
+            if tensor.is_leaf:  # it may live for ever
+                self._leaf_hooks.append(hook)
 
     # Backward
+
+    def _begin_backward(self, gradient: torch.Tensor) -> None:
+        if self._backward_task not in (None, torch._C._current_graph_task_id()):
+            self._end_backward()
+        self._watch_backward()
 
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
         self._hold(unit)
@@ -271,82 +281,106 @@ class ModuleHooks:
         self._held.pop(unit.index, None)
         self._held[unit.index] = unit
 
+    def _hold_for_node(self, unit: Unit, reads: bool) -> None:
+        """Hold a unit for the node that is unpacking its saved tensors; ``reads``: until that node has run."""
+        self._hold(unit)
+        if not reads:
+            return
+        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        known = self._reading.get(task)
+        if known is None or known[0] is not node:
+            self._reading[task] = (node, [unit])
+        else:
+            known[1].append(unit)
+
     def _let_go(self, unit: Unit) -> None:
         unit.held_for_backward = False
-        if not unit.forward_depth:
-            self._release(unit)
+        self._release_idle([unit])
 
     def _watch_backward(self) -> None:
-        """Have ``_end_backward`` called when the outermost backward that is running ends."""
+        """Have ``_end_backward`` called when the backward that is running ends."""
         if self._backward_task is None and self._in_backward():
             self._backward_task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._backward_task = None
+        lent = self._backward_scope.lent
+        self._backward_scope = _Scope(None, None)
+        for unit in lent:
+            unit.forward_depth -= 1
+        self._reading.clear()
         while self._held:
             self._let_go(self._held.popitem()[1])
+        self._release_idle(lent)
+        self._remove_leaf_hooks()
         self._gradients.end_backward()
 
-    def _hook_gradients(self) -> None:
-        """Hook parameters that require a gradient and are not hooked yet: all at first, unfrozen ones later."""
-        still_frozen = []
-        for part, position in self._frozen:
-            param = part.slots[position].param
-            if param.requires_grad:
-                before = functools.partial(self._before_gradient, part, position)
-                after = functools.partial(self._take_gradient, part, position)
-                self._hooks += [
-                    param.register_hook(before),
-                    param.register_post_accumulate_grad_hook(after),
-                ]
-            else:
-                still_frozen.append((part, position))
-        self._frozen = still_frozen
-
-    def _before_gradient(self, part: Part, position: int, gradient: torch.Tensor) -> None:
-        self._gradients.make_way(part, position)
-
-    def _take_gradient(self, part: Part, position: int, param: torch.Tensor) -> None:
-        self._watch_backward()
-        gradient, param.grad = param.grad, None
-        assert gradient is not None
-        self._gradients.arrive(part, position, gradient)
+    def _remove_leaf_hooks(self) -> None:
+        for hook in self._leaf_hooks:
+            hook.remove()
+        self._leaf_hooks.clear()
 
     # Units
 
     def _bind(self, unit: Unit) -> None:
+        self._refuse_change(unit.changed_parameter())
+        self._gradients.let_go()  # whoever waits for a unit holds no host memory
         try:
-            buffer = self._scheduler.gather(unit)
+            buffer = self._gather(unit)
+        except BudgetError as error:
+            others = [other for other in self._units if other.state is UnitState.GATHERED]
+            raise BudgetError(
+                f"hbm is too small for what is in use at the same time: unit {unit.name} ({unit.num_bytes} bytes)"
+                + "".join(f", unit {other.name} ({other.num_bytes} bytes)" for other in others)
+                + f"; raise hbm to at least {unit.num_bytes + sum(other.num_bytes for other in others)}"
+            ) from error
+        unit.bind(buffer)
+        self._saved.add(unit)
+
+    def _gather(self, unit: Unit) -> torch.Tensor:
+        try:
+            return self._scheduler.gather(unit)
         except BudgetError:
             if not self._give_up_holds():
                 raise
-            buffer = self._scheduler.gather(unit)
-        unit.bind(buffer)
-        self._gathered[buffer.untyped_storage().data_ptr()] = unit
+            return self._scheduler.gather(unit)
 
     def _give_up_holds(self) -> bool:
-        spare = [unit for unit in list(self._held.values())[:-1] if not unit.forward_depth]
+        """Release what backward holds but no forward and no node is using now; whether there was anything."""
+        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        in_use = {
+            unit.index
+            for other, (latest, units) in self._reading.items()
+            if other != task or latest is node
+            for unit in units
+        }
+        spare = [unit for unit in self._held.values() if not unit.forward_depth and unit.index not in in_use]
         for unit in spare:
             del self._held[unit.index]
             self._let_go(unit)
         return bool(spare)
 
-    def _release(self, unit: Unit) -> None:
-        assert unit.buffer is not None
-        del self._gathered[unit.buffer.untyped_storage().data_ptr()]
-        unit.unbind()
-        self._scheduler.release(unit)
+    def _release_idle(self, units: Iterable[Unit]) -> None:
+        """Release those of ``units`` that neither a forward nor backward keeps."""
+        changed = None
+        for unit in units:
+            if unit.forward_depth or unit.held_for_backward or unit.state is UnitState.RELEASED:
+                continue
+            changed = changed or unit.changed_parameter()
+            self._saved.remove(unit)
+            unit.unbind()
+            self._scheduler.release(unit)
+        self._refuse_change(changed)
+
+    @staticmethod
+    def _refuse_change(name: str | None) -> None:
+        if name is not None:
+            raise ModelError(
+                f"parameter {name} was changed in place, but the engine keeps its value elsewhere and would lose the "
+                "change; initialise the model before infinity.initialize(), and for what forward changes use a buffer"
+            )
 
     @staticmethod
     def _in_backward() -> bool:
         return torch._C._current_graph_task_id() != -1
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in any nesting of containers and dataclasses."""
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dataclass_fields__"):
-            yield from _tensors([getattr(leaf, name) for name in leaf.__dataclass_fields__])

@@ -1,14 +1,11 @@
 """``OffloadedOptimizer``: any ``torch.optim`` optimizer, sub-group by sub-group, wherever its state lives.
 
 A step walks the parts that have gradients. For each, its shards are pinned in host memory (the scheduler has already
-begun to read the next ones), and a *shadow* of the user's optimizer (an object of the same class with the same
-attributes) steps parameters that are views of the shards, with the live hyper-parameters of the ``param_groups``.
-Then the shards are released dirty and written back while the next sub-group computes. What the user's class does to a
-parameter is thus exactly what it does in plain PyTorch, to the bit.
+begun to read the next ones), and a *shadow* of the user's optimizer (``shadow.py``) steps parameters that are views of
+the shards. Then the shards are released dirty and written back while the next sub-group computes.
 
 State tensors of the parameter's shape become shards; everything else (step counters, factored moments) stays in memory
-as the optimizer made it. Values that a step changes in a parameter group itself are applied once, after the last
-sub-group, so that all sub-groups see what plain PyTorch's parameters would.
+as the optimizer made it.
 
 Arithmetic runs on one worker thread; the loop only moves bytes.
 """
@@ -17,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,7 +24,8 @@ import torch
 from torch import nn
 
 from infinity.engine.prefetch import OPTIMIZER, PrefetchScheduler
-from infinity.engine.unit import GRAD, MASTER, PARAM, Part, Slot, Unit, state_kind
+from infinity.engine.shadow import HOOKS, PATCHED, Shadow, is_shard
+from infinity.engine.unit import GRAD, MASTER, PARAM, Part, Unit, state_kind
 from infinity.errors import ModelError
 from infinity.io.tasks import gather_all
 from infinity.store.device import DeviceTier
@@ -35,7 +33,6 @@ from infinity.store.order import Use
 from infinity.store.store import TieredStore
 
 Gradients = dict[int, tuple[str, frozenset[int]]]
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 @dataclass(slots=True)
@@ -51,54 +48,6 @@ class PartState:
     small: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
 
 
-def is_shard(value: object, slot: Slot) -> bool:
-    """Whether a state of a slot's parameter is kept as a shard."""
-    return isinstance(value, torch.Tensor) and value.shape == slot.shape and value.numel() > 1
-
-
-class Shadow:
-    """Steps parameters on behalf of the user's optimizer.
-
-    Args:
-        optimizer: the user's; its class, attributes and live parameter groups are used, its state is not.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._step = type(optimizer).step
-        self._group_changes: dict[int, dict[str, Any]] = {}
-
-    def step(self, members: Sequence[tuple[int, nn.Parameter, dict[str, Any]]]) -> dict[nn.Parameter, dict[str, Any]]:
-        """Step parameters that have ``.grad``.
-
-        Args:
-            members: for each its group's index, the parameter, and its state (empty before its first step).
-
-        Returns:
-            The state of each after the step.
-        """
-        shadow = object.__new__(type(self._optimizer))
-        shadow.__dict__.update({k: v for k, v in self._optimizer.__dict__.items() if k not in ("step", "zero_grad")})
-        shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
-        shadow.state = defaultdict(dict, {param: state for _, param, state in members if state})
-        indices = sorted({index for index, _, _ in members})
-        shadow.param_groups = [
-            {**self._optimizer.param_groups[i], "params": [p for j, p, _ in members if j == i]} for i in indices
-        ]
-        self._step(shadow)
-        for index, group in zip(indices, shadow.param_groups, strict=True):
-            live = self._optimizer.param_groups[index]
-            changed = {k: v for k, v in group.items() if k != "params" and v is not live.get(k)}
-            self._group_changes.setdefault(index, {}).update(changed)
-        return {param: dict(shadow.state.get(param, {})) for _, param, _ in members}
-
-    def end_step(self) -> None:
-        """Apply what the step changed in the parameter groups."""
-        for index, changes in self._group_changes.items():
-            self._optimizer.param_groups[index].update(changes)
-        self._group_changes.clear()
-
-
 class SubGroupStepper:
     """Streams sub-groups through host memory and steps them. Coroutines belong to the loop thread.
 
@@ -110,6 +59,7 @@ class SubGroupStepper:
         parts: all parts.
         optimizer: the user's optimizer.
         has_master: whether master weights are stepped beside the parameters.
+        worker: where the arithmetic runs; the caller's to shut down.
     """
 
     def __init__(
@@ -122,6 +72,7 @@ class SubGroupStepper:
         optimizer: torch.optim.Optimizer,
         *,
         has_master: bool,
+        worker: ThreadPoolExecutor,
     ) -> None:
         self._store = store
         self._device = device
@@ -132,7 +83,7 @@ class SubGroupStepper:
         self._shadow = Shadow(optimizer)
         self._has_master = has_master
         self._states: dict[int, PartState] = defaultdict(PartState)
-        self._worker = ThreadPoolExecutor(1, "infinity-optimizer")
+        self._worker = worker
 
     @property
     def weights_kind(self) -> str:
@@ -147,15 +98,19 @@ class SubGroupStepper:
         """Take over state that the optimizer had before, by part."""
         self._states.update(states)
 
-    def close(self) -> None:
-        """End the worker thread."""
-        self._worker.shutdown()
+    def check_groups(self) -> None:
+        """Refuse parameter groups with parameters that the optimizer did not have at start.
+
+        Raises:
+            ModelError: it says which group.
+        """
+        self._group_of()
 
     async def step(self, gradients: Gradients) -> None:
         """Step every part that has gradients, and delete the gradients.
 
         Raises:
-            ModelError: a parameter group holds a parameter the engine does not know.
+            ModelError: the optimizer cannot be stepped sub-group by sub-group.
             StorageError: a shard could not be read or written.
         """
         group_of = self._group_of()
@@ -165,6 +120,8 @@ class SubGroupStepper:
             for index in sorted(gradients):
                 part, (kind, present) = self._parts[index], gradients[index]
                 await self._step_part(part, kind, present, group_of)
+            if not gradients:
+                await self._compute(lambda: self._shadow.step([]))
             self._shadow.end_step()
             for unit in {self._parts[index].unit for index in gradients}:
                 self._units[unit].version += 1
@@ -180,7 +137,7 @@ class SubGroupStepper:
                 if param not in known:
                     raise ModelError(
                         f"optimizer group {index} holds a parameter of shape {tuple(param.shape)} that it did not hold "
-                        "at infinity.initialize(); add every parameter group before initialize()"
+                        "at infinity.initialize(); add every parameter group before initialize(), frozen ones too"
                     )
                 group_of[param] = index
         return group_of
@@ -240,7 +197,8 @@ class SubGroupStepper:
         members = []
         for position, group in zip(positions, groups, strict=True):
             slot = part.slots[position]
-            param = nn.Parameter(slot.view(weights), requires_grad=weights.dtype.is_floating_point)
+            param = nn.Parameter(slot.view(weights), requires_grad=slot.param.requires_grad)
+            vars(param).update(vars(slot.param))
             param.grad = slot.view(gradients).to(part.step_dtype)
             members.append((group, param, self._live_state(part, position, flats)))
         after = self._shadow.step(members)
@@ -271,20 +229,31 @@ class SubGroupStepper:
         flats: dict[str, torch.Tensor],
         fresh: dict[str, dict[int, torch.Tensor]],
     ) -> None:
+        """Put each state into its shard, or set it aside for a new one; what has no place in either stays in memory."""
         state, slot = self._states[part.index], part.slots[position]
+        small = state.small[position] = {}
+        for _, slots in state.shards.values():
+            slots.discard(position)
         for name, value in after.items():
-            if not is_shard(value, slot):
-                state.small[position][name] = value
-            elif name not in state.shards:
+            known = state.shards.get(name)
+            dtype = known[0] if known else next((each.dtype for each in fresh.get(name, {}).values()), None)
+            if not is_shard(value, slot) or dtype not in (None, value.dtype):
+                small[name] = _detached(value, flats)
+            elif known is None:
                 fresh[name][position] = value
-            elif value is not before.get(name):
-                dtype, slots = state.shards[name]
-                if value.dtype != dtype:
-                    raise ModelError(
-                        f"parameter {slot.name}: state {name!r} changed its dtype from {dtype} to {value.dtype}"
-                    )
-                slot.view(flats[state_kind(name)].view(dtype)).copy_(value)
-                slots.add(position)
+            else:
+                if value is not before.get(name):
+                    slot.view(flats[state_kind(name)].view(value.dtype)).copy_(value)
+                known[1].add(position)
+
+
+def _detached(value: Any, flats: dict[str, torch.Tensor]) -> Any:
+    """A state that stays in memory: a copy if it lies in a shard, whose memory will be another's."""
+    if isinstance(value, torch.Tensor):
+        address = value.untyped_storage().data_ptr()
+        if any(address == flat.untyped_storage().data_ptr() for flat in flats.values()):
+            return value.clone()
+    return value
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -292,31 +261,46 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     It shares the user's ``param_groups``, so learning-rate schedulers on either work. The user's own object steps
     through this one too, until ``release_user``. ``step`` consumes the gradients; ``zero_grad`` discards them.
+
+    Args:
+        user: the user's optimizer.
+        step: steps what has gradients.
+        discard: forgets the gradients.
+        read_state: a copy of the state of one parameter.
     """
 
-    def __init__(self, user: torch.optim.Optimizer, step: Callable[[], None], discard: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        user: torch.optim.Optimizer,
+        step: Callable[[], None],
+        discard: Callable[[], None],
+        read_state: Callable[[nn.Parameter], dict[str, Any]],
+    ) -> None:
         self._user = user
         self._run_step = step
         self._run_discard = discard
+        self._read_state = read_state
         super().__init__([dict(group) for group in user.param_groups], dict(user.defaults))
         self.param_groups = user.param_groups
-        for name in _HOOKS:
+        for name in HOOKS:
             setattr(self, name, getattr(user, name))
+        self._complete = True
+        self._replaced = {name: vars(user)[name] for name in PATCHED if name in vars(user)}
         offloaded = self
 
         def user_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> None:
             offloaded.step(closure)
 
-        def user_zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-            offloaded.zero_grad(set_to_none)
-
+        user_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler may have wrapped the old one
         user.step = types.MethodType(user_step, user)  # type: ignore[method-assign]
-        user.zero_grad = types.MethodType(user_zero_grad, user)  # type: ignore[method-assign]
+        for name in PATCHED[1:]:
+            setattr(user, name, getattr(self, name))
 
     def release_user(self) -> None:
         """Give the user's optimizer its own methods back."""
-        self._user.__dict__.pop("step", None)
-        self._user.__dict__.pop("zero_grad", None)
+        for name in PATCHED:
+            vars(self._user).pop(name, None)
+        vars(self._user).update(self._replaced)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step every parameter that has a gradient, then forget the gradients.
@@ -333,8 +317,57 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._run_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that have not been stepped."""
+        """Discard gradients that have not been stepped.
+
+        Raises:
+            ModelError: ``set_to_none`` is false: gradients that are away cannot be zeros, which the next step would
+                step with momentum and weight decay.
+        """
+        if not set_to_none:
+            raise ModelError(
+                "optimizer.zero_grad(set_to_none=False) is not supported: gradients are discarded, not kept as zeros; "
+                "call zero_grad()"
+            )
         self._run_discard()
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as from the user's own optimizer, read from the tiers: it holds everything, on the CPU.
+
+        Raises:
+            StorageError: a shard could not be read.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        states = {param: state for param in params if (state := self._read_state(param))}
+        try:
+            self.state.update(states)
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused: the state lives in the tiers.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "optimizer.load_state_dict() under the engine: load the state into your optimizer before "
+            "infinity.initialize(), which takes it over"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once made: parameters are laid out at start.
+
+        Raises:
+            ModelError: always.
+        """
+        if not hasattr(self, "_complete"):
+            super().add_param_group(param_group)
+            return
+        raise ModelError(
+            "optimizer.add_param_group() under the engine: add every parameter group before infinity.initialize(); "
+            "parameters that are frozen at first may be in one"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ def lay_out_units(
     precision: Precision,
     device: torch.device,
     *,
-    num_states: int,
+    states: Mapping[nn.Parameter, Sequence[str]],
     sub_group_bytes: int,
 ) -> list[Unit]:
     """Cut each unit into parts and give every parameter its place.
@@ -28,7 +28,7 @@ def lay_out_units(
         stepped: the parameters that the optimizer holds.
         precision: the dtypes.
         device: where the gathered units live.
-        num_states: how many states of its own shape the optimizer keeps per parameter.
+        states: the names of the states of its own shape that the optimizer keeps for a parameter.
         sub_group_bytes: the largest state of a part of several parameters.
 
     Returns:
@@ -38,7 +38,7 @@ def lay_out_units(
     num_parts = 0
     for plan in plans:
         unit = Unit(len(units), plan.name, plan.triggers, [], device)
-        for part in _cut(plan, stepped, precision, num_states, sub_group_bytes):
+        for part in _cut(plan, stepped, precision, states, sub_group_bytes):
             part.index, part.unit, part.position = num_parts, unit.index, len(unit.parts)
             part.lay_out()
             part.start = unit.num_bytes
@@ -49,7 +49,11 @@ def lay_out_units(
 
 
 def _cut(
-    plan: UnitPlan, stepped: set[nn.Parameter], precision: Precision, num_states: int, limit_bytes: int
+    plan: UnitPlan,
+    stepped: set[nn.Parameter],
+    precision: Precision,
+    states: Mapping[nn.Parameter, Sequence[str]],
+    limit_bytes: int,
 ) -> list[Part]:
     """Runs of parameters, in order, alike in dtype and in being stepped, each within the limit or of one parameter."""
     parts: list[Part] = []
@@ -57,12 +61,14 @@ def _cut(
     for name, param in plan.params:
         compute, step = precision.compute_dtype(param.dtype), precision.step_dtype(param.dtype)
         is_stepped = param in stepped
-        num_step_copies = num_states + 1 + precision.has_master if is_stepped else 0
+        names = states.get(param, ())
+        num_step_copies = len(names) + 1 + precision.has_master if is_stepped else 0
         size = param.numel() * (compute.itemsize + step.itemsize * num_step_copies)
         last = parts[-1] if parts else None
         if last is None or last.dtype != param.dtype or last.stepped != is_stepped or size > room:
             parts.append(Part(0, 0, 0, param.dtype, compute, step, is_stepped, []))
             room = limit_bytes
+        parts[-1].state_names |= dict.fromkeys(names)
         parts[-1].slots.append(Slot(name, param, param.shape, _dense_stride(param), 0))
         room -= size
     return parts

@@ -151,7 +151,7 @@ class PrefetchScheduler:
         self._loop.call_soon(self._release, unit.index, self._device.compute_event())
 
     def release_all(self) -> None:
-        """Unpin every unit: after an interrupted forward or backward."""
+        """Unpin every unit and gradient shard: after an interrupted forward or backward."""
         self._loop.call_soon(self._release_all, self._device.compute_event())
 
     # The loop thread
@@ -174,6 +174,7 @@ class PrefetchScheduler:
         if after is not None:
             after.synchronize()
         self._device.residency.release_all(owner=TRAINING)
+        self._store.host.residency.release_all(owner=TRAINING)
 
     def _begin_forward(self, training: bool) -> None:
         orders = self._orders

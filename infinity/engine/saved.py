@@ -11,6 +11,9 @@ Two things that PyTorch does for saved tensors it leaves to whoever hooks them, 
 * a tensor changed in place between forward and backward is an error, and not another gradient;
 * a backward that will itself be differentiated (``create_graph=True``) saves tensors while no forward runs, so it gets
   copies of the weights, which live as long as its graph does.
+
+A small weight (a norm's, a bias) is always unpacked as a copy, because a node unpacks one tensor after another: an
+activation that comes next may be recomputed first, and the units of that should not need room beside this one's.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infinity.engine import hookstack
+from infinity.engine.hookstack import Hooks, Unpack
 from infinity.engine.unit import Unit
 from infinity.errors import EngineStateError
 
-Pack = Callable[[torch.Tensor], Any]
-Unpack = Callable[[Any], torch.Tensor]
+_SMALL_BYTES = 64 << 10
 
 
 class _Handle(NamedTuple):
@@ -58,13 +62,13 @@ class SavedTensors:
     """The saved-tensor hooks of one engine.
 
     Args:
-        hold: makes a unit gathered and keeps it so while a node of backward reads it.
+        hold: makes a unit gathered; if ``reads``, keeps it so while the node that runs now does.
     """
 
-    def __init__(self, hold: Callable[[Unit], None]) -> None:
+    def __init__(self, hold: Callable[[Unit, bool], None]) -> None:
         self._hold = hold
         self._gathered: dict[int, Unit] = {}  # by address of the gathered buffer
-        self._outer: list[tuple[Pack, Unpack] | None] = []  # hooks in force before each of ours
+        self._outer: list[Hooks | None] = []  # hooks in force before each of ours
 
     def add(self, unit: Unit) -> None:
         """A unit has been gathered."""
@@ -84,18 +88,18 @@ class SavedTensors:
 
     def push(self) -> bool:
         """Put the hooks in force; ``False`` if they are already the innermost."""
-        # Typed as never None, which it is when no hooks are in force.
-        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        own = self._pack, self._unpack
+        outer = hookstack.hooks_below(own)
         if outer is not None and outer[0] == self._pack:
             return False
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        hookstack.push(own)
         self._outer.append(outer)
         return True
 
     def pop(self) -> None:
         """Undo a ``push`` that was done."""
         self._outer.pop()
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        hookstack.pop()
 
     def clear(self) -> None:
         """Undo every ``push``, and forget every unit."""
@@ -125,8 +129,8 @@ class SavedTensors:
         assert isinstance(packed, _Kept)
         if packed.tensor._version != packed.version:
             raise EngineStateError(
-                f"a tensor of shape {tuple(packed.tensor.shape)} that backward needs was changed in place after forward "
-                f"had used it: it is at version {packed.tensor._version}, expected {packed.version}; change a copy"
+                f"a tensor of shape {tuple(packed.tensor.shape)} that backward needs was changed in place after forward"
+                f" had used it: it is at version {packed.tensor._version}, expected {packed.version}; change a copy"
             )
         return packed.tensor
 
@@ -137,10 +141,11 @@ class SavedTensors:
                 f"unit {unit.name}: backward needs the parameters as they were in its forward, but an optimizer step "
                 "has changed them since; run backward before step()"
             )
-        self._hold(unit)
+        copies = torch.is_grad_enabled() or handle.size.numel() * handle.dtype.itemsize <= _SMALL_BYTES
+        self._hold(unit, not copies)
         assert unit.buffer is not None
         flat = unit.buffer.view(handle.dtype)
         tensor = flat.as_strided(handle.size, handle.stride, flat.storage_offset() + handle.offset)
         tensor = torch._neg_view(tensor) if handle.neg else tensor
         tensor = tensor.conj() if handle.conj else tensor
-        return tensor.clone() if torch.is_grad_enabled() else tensor
+        return tensor.clone() if copies else tensor

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from infinity.engine.deferred import materialize
-from infinity.engine.optimizer import PartState, is_shard
+from infinity.engine.optimizer import PartState
 from infinity.engine.precision import Precision
+from infinity.engine.shadow import is_shard
 from infinity.engine.unit import MASTER, PARAM, Part, Slot, Unit, placeholder, state_kind
 from infinity.errors import ModelError
 from infinity.store.loop import LoopThread
@@ -36,17 +38,45 @@ def check_model(model: object, optimizer: object) -> None:
             if param not in names:
                 raise ModelError(
                     f"optimizer: parameter {position} of group {index}, of shape {tuple(param.shape)}, is not one of "
-                    "the model's; build the optimizer from the parameters of the model that you pass, and do not move or "
-                    "replace them in between"
+                    "the model's; build the optimizer from the parameters of the model that you pass, and do not move "
+                    "or replace them in between"
                 )
     for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ModelError(
+                f"module {name}: max_norm changes the weight in forward, which is not supported; build it without "
+                "max_norm and clamp the vectors that it returns"
+            )
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ModelError(f"module {name}: sparse gradients are not supported; build it with sparse=False")
-        for own, param in module._parameters.items():
-            if isinstance(param, nn.parameter.UninitializedParameter):
-                raise ModelError(f"parameter {name}.{own} is lazy; run one forward pass before initialize()")
-            if param is not None and param.layout is not torch.strided:
-                raise ModelError(f"parameter {name}.{own} has layout {param.layout}; expected a dense tensor")
+    for param, name in names.items():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ModelError(f"parameter {name} is lazy; run one forward pass before initialize()")
+        if param.layout is not torch.strided:
+            raise ModelError(f"parameter {name} has layout {param.layout}; expected a dense tensor")
+    _check_memory({name: param for param, name in names.items() if not param.is_meta})
+
+
+def _check_memory(params: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters without values of their own."""
+    ranges = []
+    for name, param in params.items():
+        storage, itemsize = param.untyped_storage(), param.element_size()
+        if param.numel() * itemsize > storage.nbytes():
+            raise ModelError(
+                f"parameter {name} has no values: its model is, or was until close(), under another engine; "
+                "build the model anew, or load its state into a new one"
+            )
+        span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+        if span == param.numel():  # of others it cannot be told from a range
+            ranges.append((str(param.device), param.data_ptr(), param.data_ptr() + span * itemsize, name))
+    ranges.sort()
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(ranges):
+        if device == other_device and start < end:
+            raise ModelError(
+                f"parameters {name} and {other} share memory but are two nn.Parameter objects, so each would be kept "
+                "and stepped on its own; tie them by assigning the same object to both modules"
+            )
 
 
 def convert_buffers(model: nn.Module, precision: Precision, device: torch.device) -> int:

@@ -82,6 +82,7 @@ class Part:
         step_dtype: what the optimizer steps.
         stepped: whether the optimizer holds its parameters.
         slots: its parameters, in order.
+        state_names: the states of its parameters' shapes that the optimizer is expected to have, in order.
         num_elements: length of each of its shards, padding included.
         start: where its parameters begin in the gathered unit, in bytes.
     """
@@ -94,6 +95,7 @@ class Part:
     step_dtype: torch.dtype
     stepped: bool
     slots: list[Slot]
+    state_names: dict[str, None] = field(default_factory=dict)
     num_elements: int = 0
     start: int = 0
 
@@ -137,7 +139,7 @@ class Unit:
         forward_depth: how many running forwards use it: its triggers' and those that it is lent to.
         held_for_backward: whether backward keeps it gathered.
         buffer: the gathered parameters, ``None`` while released.
-        versions: the parameters' version counters when it was gathered.
+        versions: the parameters' version counters when it was last gathered, or else at start.
     """
 
     index: int
@@ -164,12 +166,11 @@ class Unit:
 
     def bind(self, buffer: torch.Tensor) -> None:
         """Make every parameter a view of ``buffer``: ``uint8``, shape ``(num_bytes,)``, on the device."""
-        with torch.inference_mode(False):  # else the parameter would become a tensor that no training may use
-            for part in self.parts:
-                flat = buffer[part.start : part.stop].view(part.compute_dtype)
-                for slot in part.slots:
-                    slot.param.data = slot.view(flat)
-        self.versions = [slot.param._version for slot in self.slots]
+        for part in self.parts:
+            flat = buffer[part.start : part.stop].view(part.compute_dtype)
+            for slot in part.slots:
+                slot.param.data = slot.view(flat)
+        self.note_versions()
         self.buffer = buffer
         self.state = UnitState.GATHERED
 
@@ -177,13 +178,17 @@ class Unit:
         """Make every parameter a placeholder of its true shape."""
         self.buffer = None
         self.state = UnitState.RELEASED
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # else the parameter would become a tensor that no training may use
             for part in self.parts:
                 for slot in part.slots:
                     slot.param.data = placeholder(slot.shape, part.compute_dtype, self.device)
 
+    def note_versions(self) -> None:
+        """Changes in place are counted from now on."""
+        self.versions = [slot.param._version for slot in self.slots]
+
     def changed_parameter(self) -> str | None:
-        """The name of a parameter that was changed in place since the unit was gathered."""
+        """The name of a parameter that was changed in place since the unit was last gathered."""
         for slot, version in zip(self.slots, self.versions, strict=True):
             if slot.param._version != version:
                 return slot.name

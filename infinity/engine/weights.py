@@ -7,14 +7,19 @@ for, at full precision (master weights where there are any); iterating over its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import concurrent.futures
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.engine.unit import MASTER, PARAM, Part, Slot
+from infinity.engine.optimizer import PartState
+from infinity.engine.unit import MASTER, PARAM, Part, Slot, state_kind
+from infinity.errors import ModelError
 from infinity.store.loop import LoopThread
+from infinity.store.pool import Lease
+from infinity.store.shard import ShardKey
 from infinity.store.store import TieredStore
 
 _OWNER = "reader"
@@ -55,15 +60,41 @@ class WeightReader:
         kind, dtype = PARAM, part.compute_dtype
         if full and self._has_master and part.stepped:
             kind, dtype = MASTER, part.step_dtype
-        key = part.key(kind)
-        lease = self._loop.run(self._store.fetch(key, owner=_OWNER))
-        try:
-            return slot.view(lease.tensor.view(dtype)).clone()
-        finally:
-            self._loop.call_soon(self._release, part, kind)
+        return self._copy(part, slot, part.key(kind), dtype)
 
-    def _release(self, part: Part, kind: str) -> None:
-        self._store.release(part.key(kind), owner=_OWNER)
+    def read_state(self, param: nn.Parameter, state_of: Callable[[Part], PartState]) -> dict[str, Any]:
+        """A copy of the optimizer's state of a parameter, on the CPU; empty before its first step.
+
+        Args:
+            param: a parameter of the model.
+            state_of: what the optimizer knows of a part.
+
+        Raises:
+            StorageError: a shard could not be read.
+        """
+        part, slot = self._places[param]
+        position, state = part.slots.index(slot), state_of(part)
+        small = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in state.small.get(position, {}).items()
+        }
+        shards = {
+            name: self._copy(part, slot, part.key(state_kind(name)), dtype)
+            for name, (dtype, positions) in state.shards.items()
+            if position in positions
+        }
+        return {**small, **shards}
+
+    def _copy(self, part: Part, slot: Slot, key: ShardKey, dtype: torch.dtype) -> torch.Tensor:
+        def release(fetched: concurrent.futures.Future[Lease]) -> None:
+            if not fetched.cancelled() and fetched.exception() is None:
+                self._loop.call_soon(lambda: self._store.release(key, owner=_OWNER))
+
+        fetched = self._loop.submit(self._store.fetch(key, owner=_OWNER))
+        try:
+            return slot.view(self._loop.wait(fetched).tensor.view(dtype)).clone()
+        finally:
+            fetched.add_done_callback(release)  # also when the wait was interrupted
 
 
 class StreamingStateDict(Mapping[str, Any]):
@@ -90,7 +121,10 @@ class StreamingStateDict(Mapping[str, Any]):
 
 
 def hook_state_dicts(model: nn.Module, reader: WeightReader) -> list[Any]:
-    """Make ``state_dict()`` of the model and of each of its modules give true values; returns the hooks' handles."""
+    """Make ``state_dict()`` of the model and of each of its modules give true values; returns the hooks' handles.
+
+    ``load_state_dict()`` is refused, because it would copy into placeholders.
+    """
 
     def fill_in(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
         for name, param in module._parameters.items():
@@ -98,8 +132,14 @@ def hook_state_dicts(model: nn.Module, reader: WeightReader) -> list[Any]:
             if param is not None and param in reader and state.get(prefix + name) is not param:
                 state[prefix + name] = reader.read(param, full=False)
 
+    def refuse(module: nn.Module, *_: Any) -> None:
+        raise ModelError(
+            f"load_state_dict() of a {type(module).__name__} under the engine: its parameters are away; load them "
+            "before infinity.initialize()"
+        )
+
+    owners = [m for m in model.modules() if any(param is not None for param in m._parameters.values())]
     return [
-        module.register_state_dict_post_hook(fill_in)
-        for module in model.modules()
-        if any(param is not None for param in module._parameters.values())
+        *(module.register_state_dict_post_hook(fill_in) for module in owners),
+        *(module.register_load_state_dict_pre_hook(refuse) for module in owners),
     ]

@@ -6,8 +6,8 @@ Automatic units, in one walk over the module tree:
   its class (a transformer layer, a residual block). A block that would not leave room to prefetch another, or that
   itself consists mostly of smaller blocks (stages of layers, a mixture's experts), is opened: its children are asked;
 * a module outside every block with much of its own (an embedding, a head) alone;
-* the *rest*, small parameters outside every block (a final norm, a class token), together, in model order and in runs no
-  larger than an automatic block may be;
+* the *rest*, small parameters outside every block (a final norm, a class token), together, in model order and in runs
+  no larger than an automatic block may be;
 * a parameter that modules of different units share (tied weights) in a unit of its own, which each of these modules
   gathers: its values exist once.
 
@@ -17,10 +17,13 @@ by a checkpoint inside a block, works.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
+
+from infinity.errors import ConfigError
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LARGE_BYTES = 1 << 20
@@ -53,7 +56,12 @@ def plan_units(model: nn.Module, units: str | Sequence[str], *, max_unit_bytes: 
 
     Returns:
         The units in the order of their first parameter; every parameter is in exactly one.
+
+    Raises:
+        ConfigError: ``units`` names a class of which the model has no module.
     """
+    if units != "auto":
+        _check_classes(model, units)
     modules = dict(model.named_modules())
     blocks = dict(_blocks(model, units, max_unit_bytes))
     block_of = {name: _enclosing(name, blocks) for name in modules}
@@ -78,6 +86,17 @@ def plan_units(model: nn.Module, units: str | Sequence[str], *, max_unit_bytes: 
         known = {id(module) for _, module in plan.triggers}
         plan.triggers += [(owner, modules[owner]) for owner in owners[param] if id(modules[owner]) not in known]
     return list(plans.values())
+
+
+def _check_classes(model: nn.Module, units: Sequence[str]) -> None:
+    known = {type(module).__name__ for module in model.modules()}
+    for name in units:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1) or sorted(known)[:20]
+            raise ConfigError(
+                f"units: the model has no module of class {name!r}; expected classes of its modules, such as "
+                f"{', '.join(close)}"
+            )
 
 
 def _unit_of(

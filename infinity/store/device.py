@@ -85,9 +85,11 @@ class DeviceTier(ABC):
         return self.pool.usage()
 
     async def aclose(self) -> None:
-        """Join what moves and give the memory back."""
-        await self.residency.close()
-        self.pool.close()
+        """Join what moves and give the memory back. Closing twice is harmless."""
+        try:
+            await self.residency.close()
+        finally:
+            self.pool.close()
 
     @abstractmethod
     def compute_event(self) -> StreamEvent | None:
@@ -146,15 +148,19 @@ class AcceleratorDevice(DeviceTier):
         return event
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
+        # From this stream's share of the caching allocator: another stream may not have done with what it freed.
+        torch.accelerator.set_stream(self._stream)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     async def _fill(self, unit: int, lease: Lease, priority: Priority) -> None:
         if lease.after is not None:
             assert isinstance(lease.after, torch.Event)
             self._stream.wait_event(lease.after)
-        # One shard at a time: while it waits for host memory, an upload holds none (see pool.py).
+        # One shard at a time: while it waits for host memory, an upload holds none (see pool.py). And each upload is an
+        # owner of its own: one that waits can count on the others to release.
+        owner = f"{_OWNER} {unit}"
         for piece in self._units[unit][1]:
-            host = await self._store.fetch(piece.key, owner=_OWNER)
+            host = await self._store.fetch(piece.key, owner=owner, priority=priority)
             try:
                 torch.accelerator.set_stream(self._stream)
                 lease.tensor[piece.start : piece.stop].copy_(host.tensor, non_blocking=True)
@@ -162,7 +168,7 @@ class AcceleratorDevice(DeviceTier):
                 event.record(self._stream)
                 await self._happened(event)
             finally:
-                self._store.release(piece.key, owner=_OWNER)
+                self._store.release(piece.key, owner=owner)
 
     @staticmethod
     async def _happened(event: torch.Event) -> None:

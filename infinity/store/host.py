@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
+from infinity.io.completion import InFlight
 from infinity.io.memory import allocate
 from infinity.store.pool import BufferPool
 from infinity.store.residency import Fill, Residency, Spill
@@ -47,24 +47,38 @@ class HostTier:
             self.pool, distance=distance, fill=fill, spill=spill, headroom_bytes=headroom_bytes
         )
         self._copier = ThreadPoolExecutor(1, "infinity-copy")
+        self._copies = InFlight()
 
     async def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy between two host ``uint8`` tensors of equal size, on a thread of its own and without the GIL."""
-        job = asyncio.get_running_loop().run_in_executor(self._copier, np.copyto, target.numpy(), source.numpy())
-        try:
-            await asyncio.shield(job)
-        except asyncio.CancelledError:
-            while not job.done():  # the thread still uses both buffers
-                with contextlib.suppress(asyncio.CancelledError):
+        """Copy between two host ``uint8`` tensors of equal size, on a thread of its own and without the GIL.
+
+        However it ends, the thread has then done with both.
+        """
+        cancelled = False
+        with self._copies:
+            job = asyncio.get_running_loop().run_in_executor(self._copier, np.copyto, target.numpy(), source.numpy())
+            while not job.done():
+                try:
                     await asyncio.wait([job])
-            raise
+                except asyncio.CancelledError:
+                    cancelled = True
+        error = job.exception()
+        if cancelled:
+            raise asyncio.CancelledError
+        if error is not None:
+            raise error
 
     def usage(self) -> TierUsage:
         """Bytes leased now, at most, and allowed."""
         return self.pool.usage()
 
     async def aclose(self) -> None:
-        """Join what moves and give the memory back."""
-        await self.residency.close()
-        self.pool.close()
-        await asyncio.to_thread(self._copier.shutdown)
+        """Join what moves and give the memory back. Closing twice is harmless."""
+        try:
+            await self.residency.close()
+        finally:
+            cancelled = await self._copies.drained()
+            self._copier.shutdown()  # its thread is idle
+            self.pool.close()
+        if cancelled:
+            raise asyncio.CancelledError

@@ -4,14 +4,20 @@ The training thread calls ``run`` (wait) or ``submit`` (do not wait); everything
 interrupt of a wait (Ctrl-C) goes on only when the operation has ended, so that no transfer is left without an owner and
 an optimizer step is whole or not begun; a second interrupt goes on at once. When the loop has gone, waiting callers get
 an error instead of a hang.
+
+A program may end without closing it: the loop closes itself when the interpreter exits, and before it, latest first,
+whatever else has registered with ``register_exit``. ``atexit`` would be too late: by then executors take no more work,
+and from Python 3.12 on no thread can be started.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import atexit
+import concurrent.futures.thread  # has its own exit registered before ours, and so run after it
 import contextlib
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -30,23 +36,42 @@ class LoopThread:
 
     def __init__(self, name: str = "infinity-store") -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.RLock()  # what is accepted under it comes before the end of the loop
         self._closed = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
+        register_exit(self.close)
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        try:
+            self._loop.run_forever()
+        finally:
+            with self._lock:
+                self._closed = True
+            self._loop.run_until_complete(self._drain())
+            self._loop.close()
+
+    @staticmethod
+    async def _drain() -> None:
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.get_running_loop().shutdown_default_executor()
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         """Start ``coroutine`` on the loop and return its future."""
-        if self._closed or not self._thread.is_alive():
+        try:
+            with self._lock:
+                if threading.current_thread() is self._thread:
+                    raise EngineStateError("a synchronous call into the store came from its own event loop")
+                if self._closed or not self._thread.is_alive():
+                    raise EngineStateError("the store's event loop is closed; the engine can no longer be used")
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except EngineStateError:
             coroutine.close()
-            raise EngineStateError("the store's event loop is closed; the engine can no longer be used")
-        if threading.current_thread() is self._thread:
-            coroutine.close()
-            raise EngineStateError("a synchronous call into the store came from its own event loop")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            raise
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Start ``coroutine`` on the loop, wait for it and return its result or raise its exception."""
@@ -61,36 +86,63 @@ class LoopThread:
                 self._result(future)
             raise
 
-    def _result(self, future: concurrent.futures.Future[_T]) -> _T:
-        while True:
-            try:
-                return future.result(timeout=_LIVENESS_SECONDS)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    return future.result()
-                if not self._thread.is_alive():
-                    raise EngineStateError("the store's event loop thread has died") from None
-
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
         """Call ``callback(*args)`` on the loop, in the order of the calls; nothing when the loop is closed."""
-        if not self._closed:
-            self._loop.call_soon_threadsafe(callback, *args)
+        with self._lock:
+            if not self._closed and self._thread.is_alive():
+                self._loop.call_soon_threadsafe(callback, *args)
 
     def close(self) -> None:
-        """Cancel and join every task that is left, then end the loop and its thread. Closing twice is harmless."""
-        if self._closed:
-            return
-        if self._thread.is_alive():
-            self.run(self._drain())
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Cancel and join every task that is left, then end the loop and its thread. Closing twice is harmless.
 
-    @staticmethod
-    async def _drain() -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.get_running_loop().shutdown_default_executor()
+        Raises:
+            EngineStateError: the caller is the loop thread itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise EngineStateError("the store's event loop cannot be closed from its own thread")
+        with self._lock:
+            if not self._closed and self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._closed = True
+        self._thread.join()
+        unregister_exit(self.close)
+
+    def _result(self, future: concurrent.futures.Future[_T]) -> _T:
+        while not future.done():
+            alive = self._thread.is_alive()
+            try:
+                future.exception(timeout=_LIVENESS_SECONDS)
+            except concurrent.futures.CancelledError:
+                break
+            except concurrent.futures.TimeoutError:
+                if not alive:
+                    raise EngineStateError("the store's event loop thread has died") from None
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise EngineStateError("the store's event loop was closed while an operation was under way") from None
+
+
+_exits: dict[Callable[[], None], None] = {}
+
+
+def register_exit(close: Callable[[], None]) -> None:
+    """Have ``close`` called when the interpreter exits, while threads and executors still work; the latest first."""
+    _exits[close] = None
+
+
+def unregister_exit(close: Callable[[], None]) -> None:
+    """Undo ``register_exit``; harmless when ``close`` is not registered."""
+    _exits.pop(close, None)
+
+
+def _close_all() -> None:
+    for close in reversed(list(_exits)):
+        try:
+            close()
+        except Exception:  # nobody is left to raise it to, and the next must still have its turn
+            traceback.print_exc()
+
+
+# What ``concurrent.futures`` itself uses. A Python without it would have executors that live until ``atexit``.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -36,7 +36,9 @@ class Ranking(Generic[T]):
 
     def __init__(self, distance: Callable[[T], float]) -> None:
         self._distance = distance
-        self._sorted: deque[tuple[float, T]] = deque()  # by the distance at the time of sorting; some are members no more
+        self._sorted: deque[tuple[float, T]] = (
+            deque()
+        )  # by the distance at the time of sorting; some are members no more
         self._listed: set[T] = set()  # the members whose place in the list still holds
         self._apart: dict[T, None] = {}  # the other members
 

@@ -23,79 +23,26 @@ nothing meanwhile. A demand that finds nothing on the move, and everything pinne
 ever; it raises ``BudgetError`` instead.
 
 Everything here belongs to the loop thread. The caller orders the calls for one key: nobody changes or discards what
-another holds, and nobody holds a resident to change it during a ``flush``.
+another holds, nor holds a resident to change it during a ``flush``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import enum
-from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic
 
 from infinity.errors import BudgetError, EngineStateError
 from infinity.io.backend import Priority
+from infinity.io.tasks import gather_all
 from infinity.store.pool import BufferPool, Lease, StreamEvent, lease_bytes
-from infinity.store.ranking import Ranking
+from infinity.store.resident import K, Leavers, ResidencyStatistics, Resident, State
+from infinity.store.waiting import Demands, too_small
 
-K = TypeVar("K", bound=Hashable)
+__all__ = ["Fill", "Residency", "ResidencyStatistics", "Spill", "State"]
 
 Fill = Callable[[K, Lease, Priority], Coroutine[Any, Any, None]]
 Spill = Callable[[K, Lease], Coroutine[Any, Any, None]]
-
-
-class State(enum.Enum):
-    """Where a resident's bytes stand against the tier below."""
-
-    FILLING = "filling"
-    CLEAN = "clean"
-    DIRTY = "dirty"
-    WRITING = "writing"
-
-
-@dataclass(slots=True, eq=False)
-class _Resident(Generic[K]):
-    """Bytes of one key.
-
-    Attributes:
-        pins: how often each owner holds it.
-        num_joined: how many wait for its movement to end, and hold it until their turn.
-        task: its movement, until the state has followed.
-        error: why its fill failed.
-        void: it was reserved, and has not been released with content yet.
-        after: accelerator work that still reads the memory.
-    """
-
-    key: K
-    lease: Lease
-    state: State
-    pins: Counter[str] = field(default_factory=Counter)
-    num_joined: int = 0
-    task: asyncio.Task[None] | None = None
-    error: BaseException | None = None
-    void: bool = False
-    after: StreamEvent | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return self.lease.size_bytes
-
-    @property
-    def held(self) -> bool:
-        return bool(self.pins) or self.num_joined > 0
-
-
-@dataclass(slots=True)
-class ResidencyStatistics:
-    """Counters since the start: fetches that found their bytes resident or not, evictions and write-backs."""
-
-    num_hits: int = 0
-    num_misses: int = 0
-    num_evictions: int = 0
-    num_write_backs: int = 0
 
 
 class Residency(Generic[K]):
@@ -124,14 +71,10 @@ class Residency(Generic[K]):
         self._fill = fill
         self._spill = spill
         self._headroom_bytes = headroom_bytes
-        self._residents: dict[K, _Resident[K]] = {}
-        # Who may leave: residents that nobody holds and that do not move.
-        self._clean: Ranking[_Resident[K]] = Ranking(self._age)
-        self._dirty: Ranking[_Resident[K]] = Ranking(self._age)
-        self._clean_bytes = 0
+        self._residents: dict[K, Resident[K]] = {}
+        self._leavers: Leavers[K] = Leavers(distance, dirty=spill is not None)
         self._writing_bytes = 0
-        self._demands: list[tuple[str, int]] = []  # those that wait for room: owner and bytes
-        self._waiters: list[asyncio.Future[None]] = []
+        self._demands = Demands(pool)
         self._write_ahead_failed = False
         self._closed = False
 
@@ -208,7 +151,7 @@ class Residency(Generic[K]):
             if resident is None:
                 lease = await self._make_room(key, num_bytes, owner)
                 if lease is not None:
-                    self._residents[key] = _Resident(key, lease, State.CLEAN)
+                    self._residents[key] = Resident(key, lease, State.CLEAN)
             elif resident.state in (State.FILLING, State.WRITING):
                 await self._join(resident)
             else:
@@ -229,10 +172,7 @@ class Residency(Generic[K]):
         if self._closed:
             return
         resident = self._residents[key]
-        assert resident.pins[owner] > 0, f"{key} released more often than fetched by {owner}"
-        resident.pins[owner] -= 1
-        if not resident.pins[owner]:
-            del resident.pins[owner]
+        resident.unpin(owner)
         if dirty:
             assert resident.state is not State.WRITING, f"{key} changed while it was written"
             resident.state = State.DIRTY
@@ -262,6 +202,11 @@ class Residency(Generic[K]):
         while tasks := [r.task for r in self._residents.values() if r.state is State.FILLING and r.task is not None]:
             await asyncio.wait(tasks)
 
+    async def quiesce(self) -> None:
+        """Wait until nothing is on its way in or out. Errors are left to whoever fetches or flushes next."""
+        while tasks := [resident.task for resident in self._residents.values() if resident.task is not None]:
+            await asyncio.wait(tasks)
+
     async def flush(self) -> None:
         """Write every dirty resident back.
 
@@ -276,10 +221,7 @@ class Residency(Generic[K]):
                 tasks.append(self._start_write(resident))
             elif resident.state is State.WRITING and resident.task is not None:
                 tasks.append(resident.task)
-        if tasks:
-            await asyncio.wait(tasks)
-        for task in tasks:
-            _raise_failure(task)
+        await gather_all(_written(task) for task in tasks)
 
     async def close(self) -> None:
         """Cancel and join what is on the move, then give every lease back. Closing twice is harmless.
@@ -287,14 +229,13 @@ class Residency(Generic[K]):
         Whoever still waits in here gets an ``EngineStateError``. A cancelled call ends only when all of this is done.
         """
         self._closed = True
-        self._changed()
         cancelled = False
         for resident in self._residents.values():
             if resident.task is not None:
                 resident.task.cancel()
-        while tasks := [r.task for r in self._residents.values() if r.task is not None]:
+        while any(resident.task is not None for resident in self._residents.values()):
             try:
-                await asyncio.wait(tasks)
+                await self.quiesce()
             except asyncio.CancelledError:
                 cancelled = True
         for resident in list(self._residents.values()):
@@ -308,104 +249,64 @@ class Residency(Generic[K]):
         """Memory for a demand; ``None`` if ``key`` has become resident in the meantime."""
         if lease_bytes(num_bytes) > self.pool.budget_bytes:
             raise self._too_small(key, num_bytes)
-        with self._demanding(owner, num_bytes):
+        with self._demands.enter(owner, num_bytes):
             while key not in self._residents:
                 self._check_open()
                 lease = self.pool.acquire_nowait(num_bytes)
                 if lease is not None:
                     return lease
-                victim = self._needed_last()
+                victim = self._leavers.needed_last()
                 if victim is None:
                     if self._stuck():
                         raise self._too_small(key, num_bytes)
-                    await self._change()
+                    await self._demands.change()
                 elif victim.state is State.CLEAN:
                     self._evict(victim)
                 else:
-                    task = self._start_write(victim)
-                    await asyncio.wait([task])
-                    _raise_failure(task)
+                    await _written(self._start_write(victim))
         return None
-
-    @contextlib.contextmanager
-    def _demanding(self, owner: str, num_bytes: int) -> Iterator[None]:
-        demand = (owner, num_bytes)
-        self._demands.append(demand)
-        try:
-            yield
-        finally:
-            self._demands.remove(demand)
-
-    def _needed_last(self) -> _Resident[K] | None:
-        """Who must leave next, dirty or clean."""
-        rankings = [self._clean] if self._spill is None else [self._clean, self._dirty]
-        last = [first for ranking in rankings for first in [next(ranking.latest_first(), None)] if first is not None]
-        return max(last, key=lambda entry: entry[0])[1] if last else None
 
     def _room_for_prefetch(self, key: K, num_bytes: int) -> Lease | None:
         if self._closed or self._demands:
             return None
         missing_bytes = lease_bytes(num_bytes) - self.pool.free_bytes
-        victims = []
-        if missing_bytes > 0:
-            distance = self._distance(key)
-            for age, resident in self._clean.latest_first():
-                if age <= distance:
-                    return None
-                victims.append(resident)
-                missing_bytes -= resident.size_bytes
-                if missing_bytes <= 0:
-                    break
-            else:
-                return None
-        for resident in victims:
-            self._evict(resident)
+        victims = self._leavers.clean_after(self._distance(key), missing_bytes) if missing_bytes > 0 else []
+        if victims is None:
+            return None
+        for victim in victims:
+            self._evict(victim)
         try:
             return self.pool.acquire_nowait(num_bytes)
         except MemoryError:  # for a demand this is an error; ahead of need it is only too early
             return None
 
-    def _age(self, resident: _Resident[K]) -> float:
-        return self._distance(resident.key)
-
-    def _evict(self, resident: _Resident[K]) -> None:
+    def _evict(self, resident: Resident[K]) -> None:
         self._remove(resident)
         self.statistics.num_evictions += 1
 
-    def _remove(self, resident: _Resident[K]) -> None:
+    def _remove(self, resident: Resident[K]) -> None:
         del self._residents[resident.key]
         self._rank(resident)
         resident.lease.release(resident.after)
-        self._changed()
+        self._demands.look_again()
 
     def _stuck(self) -> bool:
-        """Whether nothing is left that could make room: all who hold memory wait for room themselves, and none has it."""
+        """Whether nothing is left that could make room: all who hold memory wait for room, and none can have it."""
         residents = self._residents.values()
         if any(r.task is not None or r.num_joined for r in residents):
             return False
-        if any(lease_bytes(num_bytes) <= self.pool.free_bytes for _, num_bytes in self._demands):
-            return False
-        waiting = {owner for owner, _ in self._demands}
-        return all(owner in waiting for r in residents for owner in r.pins)
+        waiting = self._demands.owners
+        return not self._demands.any_fits and all(owner in waiting for r in residents for owner in r.pins)
 
     def _too_small(self, key: K, num_bytes: int) -> BudgetError:
-        may_leave = State.CLEAN if self._spill is None else State.DIRTY
-        staying = sorted(
-            (r for r in self._residents.values() if r.held or r.state not in (State.CLEAN, may_leave)),
-            key=lambda r: -r.size_bytes,
-        )
-        held = ", ".join(f"{r.key} ({r.size_bytes} bytes)" for r in staying[:8]) or "nothing"
-        needed = lease_bytes(num_bytes) + sum(r.size_bytes for r in staying)
-        return BudgetError(
-            f"{self.pool.name} budget of {self.pool.budget_bytes} bytes is too small: {key} needs {num_bytes} bytes"
-            f" while in use at the same time: {held}{', ...' if len(staying) > 8 else ''};"
-            f" raise it to at least {needed} bytes"
-        )
+        rooted = State.DIRTY if self._spill is None else None
+        staying = [r for r in self._residents.values() if r.held or r.state is rooted]
+        return too_small(self.pool, str(key), num_bytes, {str(r.key): r.size_bytes for r in staying})
 
     # Movement
 
     def _start_fill(self, key: K, lease: Lease, priority: Priority) -> None:
-        resident = self._residents[key] = _Resident(key, lease, State.FILLING)
+        resident = self._residents[key] = Resident(key, lease, State.FILLING)
 
         def end(error: BaseException | None) -> None:
             resident.error = error
@@ -416,7 +317,7 @@ class Residency(Generic[K]):
 
         self._start(resident, self._fill(key, lease, priority), end)
 
-    def _start_write(self, resident: _Resident[K]) -> asyncio.Task[None]:
+    def _start_write(self, resident: Resident[K]) -> asyncio.Task[None]:
         assert self._spill is not None
 
         def end(error: BaseException | None) -> None:
@@ -433,7 +334,7 @@ class Residency(Generic[K]):
         return self._start(resident, self._spill(resident.key, resident.lease), end)
 
     def _start(
-        self, resident: _Resident[K], movement: Coroutine[Any, Any, None], end: Callable[[BaseException | None], None]
+        self, resident: Resident[K], movement: Coroutine[Any, Any, None], end: Callable[[BaseException | None], None]
     ) -> asyncio.Task[None]:
         """Begin a movement. ``end`` runs before anyone who waits for the task, also if it was cancelled unbegun."""
 
@@ -447,7 +348,7 @@ class Residency(Generic[K]):
         self._rank(resident)
         return resident.task
 
-    async def _join(self, resident: _Resident[K]) -> None:
+    async def _join(self, resident: Resident[K]) -> None:
         """Wait for a movement, holding the resident so that it cannot leave between its end and our turn."""
         assert resident.task is not None
         resident.num_joined += 1
@@ -456,59 +357,34 @@ class Residency(Generic[K]):
         finally:
             resident.num_joined -= 1
             self._settle_down(resident)
-        self._check_open()
 
-    def _pin(self, resident: _Resident[K], owner: str) -> None:
+    def _pin(self, resident: Resident[K], owner: str) -> None:
         resident.pins[owner] += 1
         self._rank(resident)
 
-    def _settle_down(self, resident: _Resident[K]) -> None:
+    def _settle_down(self, resident: Resident[K]) -> None:
         """Something let go of the resident: it may leave now, and whoever waits for room looks again."""
         if resident.void and not resident.held:
             self._remove(resident)
         self._rank(resident)
-        self._changed()
+        self._demands.look_again()
 
-    def _rank(self, resident: _Resident[K]) -> None:
-        """Enter the resident among those who may leave, or take it out."""
-        here = not resident.held and self._residents.get(resident.key) is resident
-        for ranking, state in ((self._clean, State.CLEAN), (self._dirty, State.DIRTY)):
-            belongs = here and resident.state is state
-            if belongs != (resident in ranking):
-                (ranking.add if belongs else ranking.discard)(resident)
-                if ranking is self._clean:
-                    self._clean_bytes += resident.size_bytes if belongs else -resident.size_bytes
+    def _rank(self, resident: Resident[K]) -> None:
+        self._leavers.update(resident, present=self._residents.get(resident.key) is resident)
 
     def _write_ahead(self) -> None:
         """Start to write the dirty residents needed last, until enough is free, clean or on its way out."""
         if self._spill is None or self._write_ahead_failed:
             return
-        missing_bytes = self._headroom_bytes() - self.pool.free_bytes - self._clean_bytes - self._writing_bytes
-        if missing_bytes <= 0:
-            return
-        chosen = []
-        for _, resident in self._dirty.latest_first():
-            chosen.append(resident)
-            missing_bytes -= resident.size_bytes
-            if missing_bytes <= 0:
-                break
-        for resident in chosen:
-            self._start_write(resident)
+        ready_bytes = self.pool.free_bytes + self._leavers.clean_bytes + self._writing_bytes
+        missing_bytes = self._headroom_bytes() - ready_bytes
+        if missing_bytes > 0:
+            for resident in self._leavers.dirty_last(missing_bytes):
+                self._start_write(resident)
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineStateError(f"the {self.pool.name} tier is closed")
-
-    def _changed(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def _change(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
 
 
 def _failure(task: asyncio.Task[None]) -> BaseException | None:
@@ -517,7 +393,8 @@ def _failure(task: asyncio.Task[None]) -> BaseException | None:
     return task.exception()
 
 
-def _raise_failure(task: asyncio.Task[None]) -> None:
+async def _written(task: asyncio.Task[None]) -> None:
+    await asyncio.wait([task])
     error = _failure(task)
     if error is not None:
         raise error

@@ -100,7 +100,9 @@ class TieredStore:
         self._on_nvme.discard(key)
         return lease
 
-    async def fetch(self, key: ShardKey, *, owner: str, update: bool = False) -> Lease:
+    async def fetch(
+        self, key: ShardKey, *, owner: str, update: bool = False, priority: Priority = Priority.DEMAND
+    ) -> Lease:
         """Pin a shard's bytes in host memory; with ``update`` the caller may change them and release them dirty.
 
         Raises:
@@ -108,11 +110,11 @@ class TieredStore:
             BudgetError: no room can ever be made.
             StorageError: reading it, or writing what must leave, failed.
         """
-        return await self.host.residency.fetch(key, self.num_bytes(key), owner=owner, update=update)
+        return await self.host.residency.fetch(key, self.num_bytes(key), owner=owner, update=update, priority=priority)
 
-    def prefetch(self, key: ShardKey) -> bool:
+    def prefetch(self, key: ShardKey, *, priority: Priority = Priority.PREFETCH) -> bool:
         """Start to bring a shard in if nobody loses by it; never waits. Whether it is resident or on its way."""
-        return self.host.residency.prefetch(key, self.num_bytes(key))
+        return self.host.residency.prefetch(key, self.num_bytes(key), priority=priority)
 
     def release(self, key: ShardKey, *, owner: str, dirty: bool = False) -> None:
         """Unpin a shard; ``dirty`` says that its bytes changed."""
@@ -128,7 +130,7 @@ class TieredStore:
             EngineStateError: there is no such shard.
             StorageError: reading failed.
         """
-        if self.prefetch(key):
+        if self.prefetch(key, priority=priority):
             lease = await self.fetch(key, owner=owner)
             try:
                 await self.host.copy(lease.tensor, target)
@@ -162,10 +164,12 @@ class TieredStore:
         return IOStatistics() if self._nvme is None else self._nvme.statistics()
 
     async def aclose(self) -> None:
-        """Join what moves, give all memory back, and close the tier below."""
-        await self.host.aclose()
-        if self._nvme is not None:
-            await self._nvme.aclose()
+        """Join what moves, give all memory back, and close the tier below. Closing twice is harmless."""
+        try:
+            await self.host.aclose()
+        finally:
+            if self._nvme is not None:
+                await self._nvme.aclose()
 
     def _headroom(self) -> int:
         return self._headroom_bytes if self._live_bytes + self._headroom_bytes // 2 > self._ram_bytes else 0

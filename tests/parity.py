@@ -1,0 +1,261 @@
+"""Runs the same training script in plain PyTorch and under the engine, and compares everything that it leaves, bitwise.
+
+A *script* is a function of a ``Trainer``: it trains as a user would and returns what it saw (losses, outputs). Both
+runs begin with the same seed. What is compared: what the script returned, weights at full precision and in the
+precision that computes, optimizer state, buffers, and the state of the random generator.
+
+The reference for ``precision="bf16"`` has fp32 master copies: ``model.to(bfloat16)``, an optimizer of the masters,
+gradients of the first backward as ``p.grad.float()`` and of later ones added to them, and the masters copied to the
+parameters after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from pydantic import ByteSize
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import infinity
+from infinity.config import Config
+from infinity.engine.budget import Plan, plan_for
+from infinity.engine.shadow import expected_states
+
+MakeModel = Callable[[], nn.Module]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+CPU = torch.device("cpu")
+ENOUGH: dict[str, Any] = {"device": "cpu", "hbm": "1MiB", "ram": "8MiB"}
+"""Room for everything that any of the tiny models has."""
+
+
+class Trainer(Protocol):
+    """What a script trains with. ``optimizer`` is one that schedulers may be made for and ``step`` called on."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def backward(self, loss: torch.Tensor) -> None: ...
+    def step(self) -> None: ...
+    def zero_grad(self) -> None: ...
+
+
+Script = Callable[[Trainer], Any]
+
+
+@dataclass
+class Outcome:
+    """What a run leaves."""
+
+    returned: Any
+    weights: dict[str, Any]
+    computing: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    random_state: torch.Tensor
+
+
+class Plain:
+    """Plain PyTorch. As under the engine, a step consumes the gradients."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.masters: dict[nn.Parameter, nn.Parameter] = {}
+        if precision == "bf16":
+            for group in optimizer.param_groups:
+                group["params"] = [self._master(param) for param in group["params"]]
+            model.to(torch.bfloat16)
+            model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+
+    def _master(self, param: nn.Parameter) -> nn.Parameter:
+        master = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+        vars(master).update(vars(param))
+        if param in self.optimizer.state:
+            self.optimizer.state[master] = self.optimizer.state.pop(param)
+        return self.masters.setdefault(param, master)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        for param, master in self.masters.items():
+            if param.grad is not None:
+                if master.grad is None:
+                    master.grad = param.grad.float()
+                else:
+                    master.grad.add_(param.grad)
+                param.grad = None
+
+    def step(self) -> None:
+        self.optimizer.step()
+        with torch.no_grad():
+            for param, master in self.masters.items():
+                param.copy_(master)
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+
+    def outcome(self, returned: Any) -> Outcome:
+        computing = dict(self.model.state_dict())
+        masters = {param: master.detach() for param, master in self.masters.items()}
+        weights = {
+            name: masters.get(value, value.detach()) if isinstance(value, nn.Parameter) else value
+            for name, value in self.model.state_dict(keep_vars=True).items()
+        }
+        return Outcome(returned, weights, computing, self.optimizer.state_dict(), torch.get_rng_state())
+
+
+class Tiered:
+    """The engine, used through its own methods; ``user`` is the optimizer that it was made with."""
+
+    def __init__(self, engine: infinity.Engine, user: torch.optim.Optimizer) -> None:
+        self.engine = engine
+        self.user = user
+        self.model = engine.module
+        self.optimizer: torch.optim.Optimizer = engine.optimizer
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def zero_grad(self) -> None:
+        self.engine.zero_grad()
+
+    def outcome(self, returned: Any) -> Outcome:
+        computing = dict(self.model.state_dict())
+        state = self.optimizer.state_dict()
+        return Outcome(returned, dict(self.engine.state_dict()), computing, state, torch.get_rng_state())
+
+
+class TieredByUsersOptimizer(Tiered):
+    """The engine, used through the optimizer that the user has made."""
+
+    def __init__(self, engine: infinity.Engine, user: torch.optim.Optimizer) -> None:
+        super().__init__(engine, user)
+        self.optimizer = user
+
+
+def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return pytree.tree_map(
+        lambda leaf: leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
+        (args, kwargs),
+    )
+
+
+def build(make_model: MakeModel, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = make_optimizer(model)
+    torch.manual_seed(1)
+    return model, optimizer
+
+
+@dataclass
+class Parity:
+    """A model, its optimizer and a script, run in plain PyTorch once and under the engine as often as one likes."""
+
+    make_model: MakeModel
+    make_optimizer: MakeOptimizer
+    script: Script
+    precision: str = "fp32"
+    expected: Outcome = field(init=False)
+
+    def __post_init__(self) -> None:
+        plain = Plain(*build(self.make_model, self.make_optimizer), self.precision)
+        self.expected = plain.outcome(self.script(plain))
+
+    def check(self, config: Config, make_trainer: type[Tiered] = Tiered) -> infinity.Engine:
+        """Run under the engine and compare; the (closed) engine."""
+        model, optimizer = build(self.make_model, self.make_optimizer)
+        with infinity.initialize(model, optimizer, config) as engine:
+            tiered = make_trainer(engine, optimizer)
+            got = tiered.outcome(self.script(tiered))
+            for name, usage in engine.usage().items():
+                assert usage.peak_bytes <= usage.budget_bytes, name
+        assert_same(got.returned, self.expected.returned, "returned")
+        assert_same(got.weights, self.expected.weights, "weights")
+        assert_same(got.computing, self.expected.computing, "state_dict")
+        assert_same(got.optimizer, self.expected.optimizer, "optimizer")
+        assert_same(got.random_state, self.expected.random_state, "random state")
+        return engine
+
+    def smallest(self, nvme: Path, **fields: Any) -> Config:
+        """The smallest budgets that can train the model from NVMe."""
+        return smallest(self.make_model, self.make_optimizer, nvme=nvme, precision=self.precision, **fields)
+
+    def blockwise(self, nvme: Path, **fields: Any) -> Config:
+        """Room for two of the largest units and two sub-groups: everything else is on NVMe."""
+        whole = self._fitting(nvme=nvme, precision=self.precision, **fields)
+        return whole.model_copy(update={"hbm": ByteSize(2 * whole.hbm), "ram": ByteSize(2 * whole.ram)})
+
+    def half(self, nvme: Path, **fields: Any) -> Config:
+        """Host memory for half of the state."""
+        whole = self._fitting(nvme=nvme, precision=self.precision, **fields)
+        model, optimizer = build(self.make_model, self.make_optimizer)
+        state_bytes = plan_of(model, optimizer, whole).state_bytes
+        ram = max(state_bytes // 2, whole.ram)
+        return whole.model_copy(update={"hbm": ByteSize(2 * whole.hbm), "ram": ByteSize(ram)})
+
+    def resident(self, nvme: Path | None = None, **fields: Any) -> Config:
+        """Memory for everything."""
+        return Config(**{**ENOUGH, "precision": self.precision, "nvme": () if nvme is None else nvme, **fields})
+
+    def _fitting(self, **fields: Any) -> Config:
+        """Budgets for whole blocks: the largest with all around it, and its step."""
+        model, optimizer = build(self.make_model, self.make_optimizer)
+        config = Config(device="cpu", **fields)
+        hbm, ram = plan_of(model, optimizer, config).needs(model, config, CPU)
+        return smallest(self.make_model, self.make_optimizer, hbm=2 * hbm, ram=ram, **fields)
+
+
+def plan_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Plan:
+    """The plan that the engine makes."""
+    stepped = {param for group in optimizer.param_groups for param in group["params"]}
+    return plan_for(model, stepped, expected_states(optimizer), config, CPU)
+
+
+def smallest(make_model: MakeModel, make_optimizer: MakeOptimizer, **fields: Any) -> Config:
+    """The budgets that the engine itself names when it is given none."""
+    model, optimizer = build(make_model, make_optimizer)
+    config = Config(**{"device": "cpu", "hbm": 1, "ram": 1, **fields})
+    while True:
+        hbm, ram = plan_of(model, optimizer, config).needs(model, config, CPU)
+        if hbm <= config.hbm and ram <= config.ram:
+            return config
+        larger = {"hbm": ByteSize(max(hbm, config.hbm)), "ram": ByteSize(max(ram, config.ram))}
+        config = config.model_copy(update=larger)
+
+
+def assert_same(got: Any, expected: Any, where: str) -> None:
+    """Bitwise equality of any nesting of containers with tensors and plain values."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(got, torch.Tensor), where
+        assert got.dtype == expected.dtype, f"{where}: {got.dtype}, expected {expected.dtype}"
+        assert got.shape == expected.shape, f"{where}: {got.shape}, expected {expected.shape}"
+        assert same_bits(got, expected), f"{where}: largest difference {_difference(got, expected)}"
+    elif isinstance(expected, dict):
+        assert set(got) == set(expected), f"{where}: {sorted(map(str, got))}, expected {sorted(map(str, expected))}"
+        for key, value in expected.items():
+            assert_same(got[key], value, f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(got) == len(expected), f"{where}: {len(got)}, expected {len(expected)}"
+        for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+            assert_same(one, other, f"{where}[{index}]")
+    else:
+        assert got == expected, f"{where}: {got!r}, expected {expected!r}"
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Equal to the last bit: NaN equals NaN, and 0 differs from -0."""
+    first, second = first.detach().cpu().contiguous(), second.detach().cpu().contiguous()
+    return bool(torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8)))
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).abs().max()) if got.numel() else 0.0
