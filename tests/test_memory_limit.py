@@ -6,7 +6,8 @@ The formula, for a process that trains with budgets ``hbm`` and ``ram``:
 
 where ``base`` is a process that has imported the same modules, ``activations`` are what autograd keeps from forward to
 backward (about 16 activations of hidden size and the attention's and MLP's wider ones, per block, in fp32), and
-``overhead`` (allocator slack, thread stacks, one part's temporaries, Python's objects) does not depend on the size of the
+``overhead`` (allocator slack, thread stacks, one part's temporaries, Python's objects) does not depend on the size of
+the state.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def train(layers: int, nvme: Path, procs: Path | None, *extra: str) -> dict[str,
     }  # fmt: skip
     flags = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
     join = "" if procs is None else f"open({str(procs)!r}, 'w').write(str(os.getpid()));"
-    command = f"import os, sys; {join} from infinity.__main__ import main; sys.argv = ['infinity', 'train', *sys.argv[1:]]; main()"
+    command = f"import os, sys; {join} from infinity.__main__ import main; main(['train', *sys.argv[1:]])"
     done = subprocess.run(
         [sys.executable, "-c", command, *flags, *extra], capture_output=True, text=True, timeout=170, check=False
     )
