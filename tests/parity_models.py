@@ -298,3 +298,18 @@ class Complex(nn.Module):
             z = layer(z) * torch.view_as_real(self.filter).sum() + F.linear(z, layer.weight.conj())
         loss: torch.Tensor = z.abs().square().mean()
         return loss
+
+
+class Parametrized(nn.Module):
+    """Weights that are computed from parameters of other modules when they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers, self.normed, self.spectral]:
+            x = layer(x)
+        return x.float().square().mean()

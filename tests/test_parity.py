@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import infinity
 import parity_models as models
 from infinity.engine import saved
-from parity import Parity, Trainer
+from parity import Parity, Tiered, Trainer, assert_same
 from parity_models import GPT
 
 Batches = Callable[[int], tuple[torch.Tensor, ...]]
@@ -103,6 +104,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batches]] = {
     "irregular": (models.Irregular, models.sequences),
     "outputs": (models.Outputs, models.vectors),
     "complex": (models.Complex, models.vectors),
+    "parametrized": (models.Parametrized, models.vectors),
 }
 
 BORROWERS = {"borrowing", "encoder-decoder", "complex"}
@@ -181,6 +183,13 @@ def test_prefetch_depth(make_model: Callable[[], nn.Module], prefetch: int, tmp_
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_accumulation_over_backwards_that_use_different_units(precision: str, tmp_path: Path) -> None:
+    case = Parity(models.Irregular, adamw, train(models.sequences, accumulate=3), precision)
+    case.check(case.smallest(tmp_path))
+    case.check(case.half(tmp_path))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("outer", [models.reentrant, models.non_reentrant])
 def test_recomputation_of_a_block_that_is_called_twice(outer: models.Recompute, precision: str, tmp_path: Path) -> None:
     case = Parity(lambda: models.Irregular(outer), adamw, train(models.sequences), precision)
@@ -233,6 +242,22 @@ def test_an_optimizer_that_has_stepped_before(tmp_path: Path) -> None:
 
     case = Parity(GPT, experienced, train(models.tokens))
     case.check(case.smallest(tmp_path))
+
+
+def test_a_model_whose_initialisation_is_deferred(tmp_path: Path) -> None:
+    case = Parity(GPT, adamw, train(models.tokens))
+    torch.manual_seed(0)
+    with infinity.deferred_init(threshold_bytes=256):
+        model = GPT()
+    assert model.tokens.weight.is_meta
+    optimizer = adamw(model)
+    torch.manual_seed(1)
+    with infinity.initialize(model, optimizer, case.smallest(tmp_path)) as engine:
+        trainer = Tiered(engine, optimizer)
+        got = trainer.outcome(case.script(trainer))
+    assert_same(got.returned, case.expected.returned, "losses")
+    assert_same(got.weights, case.expected.weights, "weights")
+    assert_same(got.optimizer, case.expected.optimizer, "optimizer")
 
 
 def test_each_kind_of_small_unit_by_class_name(tmp_path: Path) -> None:

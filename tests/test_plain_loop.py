@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -38,6 +41,18 @@ def test_what_happens_between_steps(accident: Accident, make_trainer: type[Tiere
     case = Parity(GPT, two_groups, between_good_steps(accident))
     case.check(case.blockwise(tmp_path), make_trainer)
     assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_sequence_of_accidents_with_any_budgets(data: st.DataObject) -> None:
+    sequence = data.draw(st.lists(st.sampled_from(ACCIDENTS), min_size=2, max_size=5))
+    prefetch = data.draw(st.sampled_from([0, 1, 4]))
+    budgets = data.draw(st.sampled_from(["smallest", "blockwise", "half"]))
+    debug = data.draw(st.booleans())
+    case = Parity(GPT, two_groups, between_good_steps(lambda trainer: [accident(trainer) for accident in sequence]))
+    with tempfile.TemporaryDirectory() as directory:
+        case.check(getattr(case, budgets)(Path(directory), prefetch=prefetch, debug=debug))
 
 
 def lambda_lr(optimizer: torch.optim.Optimizer) -> Any:

@@ -190,7 +190,7 @@ class GradientSink:
                 if self._is_kept(slot) and self._placeholders[slot.param]._version:
                     raise ModelError(
                         f"parameter {slot.name}: its gradient was changed in place after backward, while it was away; "
-                        "discard gradients with zero_grad(set_to_none=True), and let the engine clip them"
+                        "discard gradients with zero_grad(set_to_none=True), or set param.grad to a new tensor"
                     )
 
     def _is_kept(self, slot: Slot) -> bool:
