@@ -7,7 +7,6 @@ commands is the first line of the package's docstring. Only the command that run
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from rich.console import Console
 from infinity.errors import InfinityError
 
 ERROR_EXIT_CODE = 2
-_YES = frozenset({"1", "true", "yes", "on"})
 
 
 def command_names() -> list[str]:
@@ -68,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         application(arguments[0] if arguments else None)(args=arguments, prog_name="infinity")
     except InfinityError as error:
-        if "--debug" in arguments or os.environ.get("INFINITY_DEBUG", "0").strip().lower() in _YES:
+        if "--debug" in arguments:
             raise
         Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(ERROR_EXIT_CODE)

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infinity.engine import tape
 from infinity.engine.deferred import deferred_init, is_deferred, materialize
 from infinity.errors import ModelError
+from infinity.io.memory import Heap
 
 PLAIN_META = torch.empty(16, 16, device="meta")
 THRESHOLD_BYTES = 512  # small models have deferred and real tensors, as large ones do under the default
@@ -402,6 +403,8 @@ def test_a_rejection_loop_draws_each_sample_twice_not_once_per_turn(monkeypatch:
     with CountCalls() as plain:
         build()
     num_turns = plain.calls["aten.normal_.default"]
+    if not num_turns:
+        pytest.skip("this PyTorch's trunc_normal_ does not draw in a loop")
     assert num_turns > 4
     calls = count_runs(monkeypatch)
     torch.manual_seed(0)
@@ -916,7 +919,7 @@ MEMORY = """
 )
 def test_memory_is_that_of_one_tensor_at_a_time(make: str, width: int, num_tensors: int) -> None:
     tensor_bytes, slack_bytes = width * width * 4, 6 << 20
-    heap_bytes = tape.Heap.TRIM_BYTES if tensor_bytes < tape.Heap.TRIM_BYTES else 0  # freed, not returned yet
+    heap_bytes = Heap.TRIM_BYTES if tensor_bytes < Heap.TRIM_BYTES else 0  # freed, not returned yet
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEMORY), make, str(width)], capture_output=True, text=True, check=False
     )

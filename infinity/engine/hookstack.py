@@ -16,7 +16,7 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 Hooks = tuple[Pack, Unpack]
 
-_innermost: Callable[[bool], Hooks | None] | None = getattr(
+innermost_hooks: Callable[[bool], Hooks | None] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
 
@@ -49,8 +49,8 @@ def hooks_below(own: Hooks) -> Hooks | None:
 
     If these are ``own`` already, ``own`` comes back (from PyTorch 2.8 on).
     """
-    if _innermost is not None:
-        return _innermost(False)
+    if innermost_hooks is not None:
+        return innermost_hooks(False)
 
     def pack(tensor: torch.Tensor) -> Any:
         pop()

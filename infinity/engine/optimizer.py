@@ -27,6 +27,7 @@ from infinity.engine.prefetch import OPTIMIZER, PrefetchScheduler
 from infinity.engine.shadow import HOOKS, PATCHED, Shadow, is_shard
 from infinity.engine.unit import GRAD, MASTER, PARAM, Part, Unit, state_kind
 from infinity.errors import ModelError
+from infinity.io.memory import HEAP
 from infinity.io.tasks import gather_all
 from infinity.store.device import DeviceTier
 from infinity.store.order import Use
@@ -160,6 +161,9 @@ class SubGroupStepper:
             fresh = await self._compute(lambda: self._arithmetic(part, kind, flats, positions, groups))
             for name, values in fresh.items():
                 await self._add_shard(part, name, values, flats)
+                HEAP.use(sum(value.nbytes for value in values.values()))
+            fresh.clear()
+            await self._compute(HEAP.make_room)
         finally:
             for each in flats:
                 self._store.release(part.key(each), owner=OPTIMIZER, dirty=each != kind)

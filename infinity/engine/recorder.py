@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from infinity.engine.tape import (
-    HEAP,
     META,
     UNREAD,
     Bench,
@@ -32,6 +31,7 @@ from infinity.engine.tape import (
     version_of,
 )
 from infinity.errors import ModelError
+from infinity.io.memory import HEAP
 
 _UNKNOWN = object()
 _UNRECORDED_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})

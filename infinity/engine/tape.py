@@ -6,7 +6,6 @@ What it guarantees and why it looks like this stands at the head of ``deferred.p
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import math
 import weakref
@@ -21,6 +20,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.errors import ModelError
+from infinity.io.memory import HEAP
 
 _KEY = "_infinity_deferred"
 META = torch.device("meta")
@@ -49,33 +49,6 @@ def describe(tensor: Tensor) -> str:
 def is_dense(tensor: Tensor) -> bool:
     """Whether a storage, an offset and strides say all about it."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
-
-
-class Heap:
-    """Gives back what large buffers leave behind.
-
-    glibc keeps freed blocks of up to 32 MiB for reuse. A small allocation that takes a bite of one makes it too small
-    for the next buffer of its size, so construction would leave one hole per tensor: all the memory after all.
-    """
-
-    TRIM_BYTES = 16 << 20
-
-    def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._used_bytes = 0
-
-    def make_room(self) -> None:
-        """Return the pages of freed buffers to the system, if there may be many."""
-        if self._used_bytes >= self.TRIM_BYTES and self._trim is not None:
-            self._used_bytes = 0
-            self._trim(0)
-
-    def use(self, nbytes: int) -> None:
-        """Count a buffer that lives for a short while."""
-        self._used_bytes += nbytes
-
-
-HEAP = Heap()
 
 
 @contextlib.contextmanager

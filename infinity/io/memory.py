@@ -11,7 +11,9 @@ never closed by hand, so that a view held too long is a leak and not a crash.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import threading
 import weakref
 
 import torch
@@ -82,3 +84,37 @@ def _pin(memory: mmap.mmap, tensor: torch.Tensor) -> None:
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host ``uint8`` tensor as a writable memoryview; keeps the tensor alive."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]  # numpy for Python 3.10 declares no Buffer
+
+
+class Heap:
+    """Gives back what large short-lived tensors of PyTorch's own leave behind; safe from any thread.
+
+    glibc keeps freed blocks of up to 32 MiB for reuse. A small allocation that takes a bite of one makes it too small
+    for the next tensor of its size, so a run of them would leave one hole each: all the memory after all. (Measured:
+    88 blocks' worth of optimizer states, made in a first step, left 80 MB of holes.)
+    """
+
+    TRIM_BYTES = 16 << 20
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._used_bytes = 0
+        self._lock = threading.Lock()
+
+    def use(self, num_bytes: int) -> None:
+        """Count a tensor that lives for a short while."""
+        with self._lock:
+            self._used_bytes += num_bytes
+
+    def make_room(self) -> None:
+        """Return the pages of freed tensors to the system, if there may be many."""
+        with self._lock:
+            if self._used_bytes < self.TRIM_BYTES:
+                return
+            self._used_bytes = 0
+        if self._trim is not None:
+            self._trim(0)
+
+
+HEAP = Heap()
+"""The process's heap."""

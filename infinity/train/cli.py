@@ -30,8 +30,8 @@ CONFIG_DEFAULTS: dict[str, object] = {"hbm": "32MiB", "ram": "96MiB"}
 _CONFIG_DOCS = {
     "nvme": "Directories for the state that fits in neither memory; several are striped. One whose parent exists is "
     "created, and removed at the end.",
-    "debug": "Fill released memory with NaN, so that any use after release shows, and show errors with their "
-    "traceback. Also INFINITY_DEBUG=1.",
+    "debug": "Fill released memory with NaN, so that any use after release shows (also INFINITY_DEBUG=1), and show "
+    "errors with their traceback.",
 }
 
 
