@@ -203,8 +203,8 @@ def test_layouts_keep_every_value(
         assert len({slot.param.dtype for slot in part.slots}) == 1
         assert part.stepped == (part.slots[0].name not in frozen)
         assert all(slot.offset % SLOT_ALIGNMENT == 0 for slot in part.slots)
-        step_bytes = sum(slot.num_elements for slot in part.slots) * (4 if precision == "bf16" else part.dtype.itemsize)
-        assert len(part.slots) == 1 or step_bytes <= sub_group_bytes
+        item_bytes = (part.step_dtype if part.stepped else part.compute_dtype).itemsize
+        assert len(part.slots) == 1 or sum(s.num_elements for s in part.slots) * item_bytes <= sub_group_bytes
 
 
 def test_strides_and_odd_shapes() -> None:
