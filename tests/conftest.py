@@ -1,4 +1,4 @@
-"""Hypothesis runs the same examples every time, so that a red run is red for its reader too; INFINITY_FUZZ=1 explores."""
+"""Hypothesis runs the same examples every time, so that a red run is red for its reader; INFINITY_FUZZ=1 explores."""
 
 from __future__ import annotations
 
