@@ -39,7 +39,10 @@ def _refuse_bool_bytes(value: object) -> object:
 
 
 def _one_path_is_a_list(value: object) -> object:
-    return [value] if isinstance(value, (str, os.PathLike)) else value
+    paths = [value] if isinstance(value, (str, os.PathLike)) else value
+    if isinstance(paths, (list, tuple)) and any(isinstance(path, str) and not path.strip() for path in paths):
+        raise ValueError("expected paths of directories, one of them is empty")
+    return paths
 
 
 Bytes = Annotated[ByteSize, BeforeValidator(_refuse_bool_bytes), Field(ge=0)]

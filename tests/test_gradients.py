@@ -109,3 +109,53 @@ def test_writing_into_a_gradient_that_is_away_is_refused_at_the_step(engine: Eng
     engine.step()
     expected = plain_after(drop_all)
     assert expected.keys() == engine.module.state_dict().keys()
+
+
+def test_zeroing_gradients_in_place_before_another_backward_is_refused_and_not_ignored(engine: Engine) -> None:
+    loss_of(engine, 1).backward()
+    engine.module.zero_grad(set_to_none=False)
+    with pytest.raises(ModelError, match=r"its gradient was changed in place.*set_to_none=True"):
+        loss_of(engine, 2).backward()
+
+
+def test_scaling_a_gradient_that_is_away_is_refused_and_not_stepped_as_nan(engine: Engine) -> None:
+    loss_of(engine, 1).backward()
+    weight = engine.module.get_parameter("0.weight")
+    assert weight.grad is not None
+    weight.grad = weight.grad * 0.5
+    with pytest.raises(ModelError, match=r"parameter 0\.weight: its gradient was set to NaN.*register_hook"):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model: model[0].weight.data.zero_(),
+        lambda model: setattr(model[0].weight, "data", torch.ones(16, 8)),
+        lambda model: model.double(),
+    ],
+    ids=["data.zero_", "data =", "double"],
+)
+def test_writing_a_parameter_that_is_away_is_refused_once_and_training_goes_on(
+    engine: Engine, write: Callable[[nn.Module], object]
+) -> None:
+    loss_of(engine, 1).backward()
+    engine.zero_grad()
+    write(engine.module)
+    with pytest.raises(ModelError, match=r"parameter 0\.weight was written, converted or replaced while.*initialize"):
+        loss_of(engine, 1)
+    loss_of(engine, 2).backward()
+    engine.step()
+    assert all(value.isfinite().all() for value in engine.module.state_dict().values())
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_at_start() -> None:
+    model = make_model()
+    with pytest.raises(ModelError, match=r"LBFGS\.step\(\) needs a closure"):
+        infinity.initialize(model, torch.optim.LBFGS(model.parameters()), Config(device="cpu"))
+
+
+@pytest.mark.parametrize("nvme", ["", [""], ["/tmp", " "]])
+def test_an_empty_path_is_refused_and_is_not_the_current_directory(nvme: str | list[str]) -> None:
+    with pytest.raises(infinity.ConfigError, match="one of them is empty"):
+        Config(nvme=nvme)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import signal
 from types import FrameType, TracebackType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """While entered, the handler of SIGINT and SIGTERM; main thread only.
+    """While entered, the handler of SIGINT, SIGTERM and SIGHUP; main thread only.
 
     Attributes:
         signal: the last one that came, or ``None``.

@@ -84,6 +84,7 @@ class GradientSink:
     def expect(self, part: Part, position: int) -> None:
         """Autograd is about to accumulate the gradient of a slot: what the user left on ``param.grad`` is honoured."""
         slot = part.slots[position]
+        self._refuse_change(slot)
         if self._is_kept(slot):
             slot.param.grad = None
         elif (gradients := self._gradients.get(part.index)) is not None:
@@ -179,6 +180,7 @@ class GradientSink:
             for position, slot in enumerate(part.slots if part.stepped else ()):
                 gradient = slot.param.grad
                 if gradient is not None and not self._is_kept(slot):
+                    self._refuse_away(slot, gradient)
                     self.expect(part, position)
                     self.arrive(part, position, gradient)
         self.let_go()
@@ -186,12 +188,23 @@ class GradientSink:
     def _refuse_changes(self) -> None:
         for index, gradients in self._gradients.items():
             for position in sorted(gradients.arrived):
-                slot = self._parts[index].slots[position]
-                if self._is_kept(slot) and self._placeholders[slot.param]._version:
-                    raise ModelError(
-                        f"parameter {slot.name}: its gradient was changed in place after backward, while it was away; "
-                        "discard gradients with zero_grad(set_to_none=True), or set param.grad to a new tensor"
-                    )
+                self._refuse_change(self._parts[index].slots[position])
+
+    def _refuse_change(self, slot: Slot) -> None:
+        if self._is_kept(slot) and self._placeholders[slot.param]._version:
+            raise ModelError(
+                f"parameter {slot.name}: its gradient was changed in place after backward, while it was away; "
+                "discard gradients with zero_grad(set_to_none=True), or set param.grad to a new tensor"
+            )
+
+    @staticmethod
+    def _refuse_away(slot: Slot, gradient: torch.Tensor) -> None:
+        """What is computed from a placeholder is NaN throughout: the user's code has scaled what is not there."""
+        if gradient.layout is torch.strided and gradient.numel() and bool(gradient.isnan().all()):
+            raise ModelError(
+                f"parameter {slot.name}: its gradient was set to NaN throughout, which is what reading a gradient "
+                "that is away gives; change gradients in a hook (param.register_hook), where their values are"
+            )
 
     def _is_kept(self, slot: Slot) -> bool:
         return slot.param.grad is not None and slot.param.grad is self._placeholders.get(slot.param)

@@ -325,6 +325,13 @@ class ModuleHooks:
 
     def _bind(self, unit: Unit) -> None:
         self._refuse_change(unit.changed_parameter())
+        written = unit.written_parameter()
+        if written is not None:
+            unit.unbind()
+            raise ModelError(
+                f"parameter {written} was written, converted or replaced while its value was away, and the change "
+                "would be lost; set values and dtypes before initialize(), and use precision= for the dtype that computes"
+            )
         self._gradients.let_go()  # whoever waits for a unit holds no host memory
         try:
             buffer = self._gather(unit)

@@ -84,7 +84,11 @@ class SavedTensors:
         """The gathered unit in whose memory a tensor lies."""
         if tensor.layout is not torch.strided:
             return None
-        return self._gathered.get(tensor.untyped_storage().data_ptr())
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except NotImplementedError:  # a batched tensor of torch.vmap has no storage of its own
+            return None
+        return self._gathered.get(address)
 
     def push(self) -> bool:
         """Put the hooks in force; ``False`` if they are already the innermost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
 
@@ -30,6 +31,12 @@ def check_model(model: object, optimizer: object) -> None:
         raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ModelError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ModelError(
+            f"optimizer: {type(optimizer).__name__}.step() needs a closure, which would evaluate the model several "
+            "times per step; use an optimizer whose step() takes none"
+        )
     names = {param: name for name, param in model.named_parameters()}
     if not names:
         raise ModelError(f"model: {type(model).__name__} has no parameters; there is nothing to train")

@@ -140,6 +140,7 @@ class Unit:
         held_for_backward: whether backward keeps it gathered.
         buffer: the gathered parameters, ``None`` while released.
         versions: the parameters' version counters when it was last gathered, or else at start.
+        away: what stands in for each parameter since it was last released.
     """
 
     index: int
@@ -153,6 +154,7 @@ class Unit:
     held_for_backward: bool = False
     buffer: torch.Tensor | None = field(default=None, repr=False)
     versions: list[int] = field(default_factory=list, repr=False)
+    away: list[torch.Tensor] = field(default_factory=list, repr=False)
 
     @property
     def slots(self) -> Iterator[Slot]:
@@ -178,10 +180,23 @@ class Unit:
         """Make every parameter a placeholder of its true shape."""
         self.buffer = None
         self.state = UnitState.RELEASED
+        self.away = []
         with torch.inference_mode(False):  # else the parameter would become a tensor that no training may use
             for part in self.parts:
                 for slot in part.slots:
-                    slot.param.data = placeholder(slot.shape, part.compute_dtype, self.device)
+                    self.away.append(placeholder(slot.shape, part.compute_dtype, self.device))
+                    slot.param.data = self.away[-1]
+
+    def written_parameter(self) -> str | None:
+        """The name of a parameter that was written, converted or replaced through ``.data`` since the last release."""
+        for slot, away in zip(self.slots, self.away, strict=False):
+            if slot.param.untyped_storage().data_ptr() != away.untyped_storage().data_ptr():
+                return slot.name
+            if away.device.type == "cpu" and away.is_floating_point() and slot.num_elements:
+                (value,) = away.as_strided((1,), (1,)).tolist()
+                if not math.isnan(value):
+                    return slot.name
+        return None
 
     def note_versions(self) -> None:
         """Changes in place are counted from now on."""

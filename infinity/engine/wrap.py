@@ -72,12 +72,12 @@ def plan_units(model: nn.Module, units: str | Sequence[str], *, max_unit_bytes: 
                 owners.setdefault(param, []).append(name)
 
     plans: dict[str, UnitPlan] = {}
-    rest_bytes = 0
+    rest_bytes, runs = 0, {0: 0}
     for name, param in model.named_parameters():
         unit = _unit_of(param, owners[param], block_of, modules)
         if unit == _REST:
             rest_bytes += _num_bytes(param)
-            run = rest_bytes // max_unit_bytes
+            run = runs.setdefault(rest_bytes // max_unit_bytes, len(runs))
             unit = f"{_REST} {run + 1}" if run else _REST
         plan = plans.setdefault(unit, UnitPlan(unit))
         if not plan.params and unit in blocks:
