@@ -330,7 +330,7 @@ class ModuleHooks:
             unit.unbind()
             raise ModelError(
                 f"parameter {written} was written, converted or replaced while its value was away, and the change "
-                "would be lost; set values and dtypes before initialize(), and use precision= for the dtype that computes"
+                "would be lost; set values and dtypes before initialize(), and use precision= for computing in bf16"
             )
         self._gradients.let_go()  # whoever waits for a unit holds no host memory
         try:
