@@ -110,15 +110,17 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "trian" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["flag", "environment"])
-def test_debugging_keeps_the_traceback(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["train", "--plain", "--layers", "0"]
-    if how == "flag":
-        arguments.append("--debug")
-    else:
-        monkeypatch.setenv("INFINITY_DEBUG", "1")
+def test_the_debug_flag_keeps_the_traceback() -> None:
     with pytest.raises(ConfigError, match="--layers"):
-        command_line.main(arguments)
+        command_line.main(["train", "--plain", "--layers", "0", "--debug"])
+
+
+def test_the_debug_environment_changes_memory_and_not_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("INFINITY_DEBUG", "1")
+    assert call(["train", "--plain", "--layers", "0"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_without_a_directory_the_command_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
