@@ -13,12 +13,21 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from infinity.errors import ConfigError
 
 Precision = Literal["fp32", "bf16"]
-BackendName = Literal["auto", "threads", "aiofiles"]
+BackendName = Literal["auto", "threads", "uring", "aiofiles"]
 
 _MIB = 1 << 20
 
@@ -38,6 +47,21 @@ def _refuse_bool_bytes(value: object) -> object:
     return value
 
 
+def _refuse_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+def _one_name_is_a_list(value: object) -> object:
+    names = [value] if isinstance(value, str) and value != "auto" else value
+    if isinstance(names, (list, tuple)) and (
+        not names or any(isinstance(name, str) and not name.strip() for name in names)
+    ):
+        raise ValueError("expected 'auto' or class names of modules; a name is missing or empty")
+    return names
+
+
 def _one_path_is_a_list(value: object) -> object:
     paths = [value] if isinstance(value, (str, os.PathLike)) else value
     if isinstance(paths, (list, tuple)) and any(isinstance(path, str) and not path.strip() for path in paths):
@@ -46,6 +70,7 @@ def _one_path_is_a_list(value: object) -> object:
 
 
 Bytes = Annotated[ByteSize, BeforeValidator(_refuse_bool_bytes), Field(ge=0)]
+Number = BeforeValidator(_refuse_bool)
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_one_path_is_a_list)]
 
 
@@ -77,14 +102,18 @@ class Config(BaseModel):
     nvme: Paths = ()
     """Directories for shards that fit neither tier; several are striped. Each must exist. Empty: no third tier."""
 
+    nvme_weights: tuple[Annotated[float, Number, Field(gt=0)], ...] | None = None
+    """Relative speeds of the ``nvme`` directories, one for each: shards are cut in this proportion. ``None``: several
+    directories are measured at start, together, and a fifth more or less counts as equal. Changes speed only."""
+
     precision: Precision = "fp32"
     """``"fp32"``: parameters and arithmetic as they are. ``"bf16"``: bf16 parameters, buffers and gradients, fp32
     master weights and optimizer states; gradients of several backwards are summed in fp32."""
 
-    prefetch: Annotated[int, Field(ge=0, le=64)] = 2
+    prefetch: Annotated[int, Number, Field(ge=0, le=64)] = 2
     """How many units ahead of the one computing may be gathered. 0: every gather waits for its read."""
 
-    units: Literal["auto"] | tuple[str, ...] = "auto"
+    units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_one_name_is_a_list)] = "auto"
     """What is gathered together. ``"auto"`` finds repeated blocks; or class names of modules to take as units."""
 
     sub_group_bytes: Bytes | None = None
@@ -92,11 +121,13 @@ class Config(BaseModel):
     a larger single parameter makes its own. ``None``: a quarter of ``ram``, at most 256 MiB."""
 
     io_backend: BackendName = "auto"
-    """``"threads"``: direct I/O on worker threads. ``"aiofiles"``: portable. ``"auto"``: the best that a probe in the
-    target directory shows to work."""
+    """``"threads"``: direct I/O on worker threads. ``"uring"``: io_uring, which Linux may refuse to containers.
+    ``"aiofiles"``: portable. ``"auto"``: the best that a probe in the target directory shows to work; io_uring only
+    where a short race there shows it to be clearly better than threads."""
 
-    io_num_threads: Annotated[int, Field(ge=1, le=64)] = 4
-    """Worker threads per NVMe directory: the queue depth seen by the device."""
+    io_num_threads: Annotated[int, Number, Field(ge=1, le=64)] = 4
+    """Worker threads per NVMe directory, or blocks in an io_uring: the queue depth seen by the device. At most 64 MiB
+    are in flight for each directory, whatever ``io_block_bytes``."""
 
     io_block_bytes: Annotated[ByteSize, BeforeValidator(_refuse_bool_bytes), Field(ge=4096)] = ByteSize(8 * _MIB)
     """Largest single system call, and the grain at which an urgent read overtakes a write."""
@@ -109,6 +140,16 @@ class Config(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             _refuse(error)
+
+    @field_validator("nvme_weights")
+    @classmethod
+    def _one_weight_per_directory(
+        cls, weights: tuple[float, ...] | None, info: ValidationInfo
+    ) -> tuple[float, ...] | None:
+        nvme = info.data.get("nvme")  # missing where it was refused
+        if weights is not None and nvme is not None and len(weights) != len(nvme):
+            raise ValueError(f"expected one weight for each of the {len(nvme)} nvme directories")
+        return weights
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Config:
@@ -127,14 +168,15 @@ class Config(BaseModel):
 
         Raises:
             ConfigError: the file is missing or unreadable, is not JSON (``NaN`` and ``Infinity`` are not JSON either),
-                or a field is refused.
+                has a key twice, or a field is refused.
         """
         path = Path(path)
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+            text = path.read_text(encoding="utf-8")
+            fields = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice)
         except OSError as error:
             raise ConfigError(f"config file {path}: {error.strerror}; give an existing JSON file") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"config file {path}: not valid JSON: {error}") from error
         return cls.from_dict(fields)
 
@@ -169,6 +211,15 @@ def _accelerator() -> torch.device | None:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not allowed")
+
+
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"key {', '.join(map(repr, twice))} stands there more than once; keep one")
+    return fields
 
 
 def _refuse(error: ValidationError) -> NoReturn:

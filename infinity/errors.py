@@ -77,6 +77,10 @@ class ShortTransferError(StorageError):
     """The file ended, or the device stopped, before all bytes had moved."""
 
 
+class MismatchError(StorageError):
+    """What was read back is not what was written."""
+
+
 class DiskFullError(StorageError):
     """The file system has no room (ENOSPC, EDQUOT or EFBIG), found at preflight or while writing."""
 

@@ -1,7 +1,8 @@
 """I/O backends over the real file system whose every system call passes a hook: to count, hold, shorten or fail it.
 
-The hook sits below all of the code under test, and below ``aiofiles`` (as a subclass of the ``io.FileIO`` that it
-calls in its threads); what a hook lets pass is done by the real kernel. ``Kind`` names a backend to test: a new
+The hook sits below all of the code under test: in place of a system call, below ``aiofiles`` as a subclass of the
+``io.FileIO`` that it calls in its threads, and before an io_uring, where every operation waits in a thread of its own
+for what the hook decides. What a hook lets pass is done by the real kernel. ``Kind`` names a backend to test: a new
 backend joins the contract and the fault suites by one more entry in ``KINDS``.
 """
 
@@ -9,10 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import errno
+import functools
 import io
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +28,10 @@ import pytest
 from infinity.io.aiofile import AiofilesBackend
 from infinity.io.backend import Backend
 from infinity.io.memory import PAGE_BYTES, allocate, as_bytes, round_up
+from infinity.io.ring import Ring, refusal
 from infinity.io.syscalls import Syscalls
 from infinity.io.threads import ThreadBackend
+from infinity.io.uring import UringBackend
 
 BLOCK_BYTES = 64 << 10
 
@@ -62,14 +69,31 @@ class HookedSyscalls(Syscalls):
         self._hook(Operation("close"))
 
     def read_into(self, descriptor: int, view: memoryview, offset: int) -> int:
-        limit = self._hook(_transfer("read", descriptor, view, offset))
+        limit = self._hook(_transfer("read", descriptor, len(view), offset))
         return super().read_into(descriptor, view, offset) if limit is None else _read(descriptor, view[:limit], offset)
 
     def write_from(self, descriptor: int, view: memoryview, offset: int) -> int:
-        limit = self._hook(_transfer("write", descriptor, view, offset))
+        limit = self._hook(_transfer("write", descriptor, len(view), offset))
         if limit is None:
             return super().write_from(descriptor, view, offset)
         return _write(descriptor, view[:limit], offset)
+
+    def read_into_many(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        num_bytes = sum(len(view) for view in views)
+        limit = self._hook(_transfer("read", descriptor, num_bytes, offset))
+        if limit is None:
+            return super().read_into_many(descriptor, views, offset)
+        return _read_all(descriptor, views, limit, offset)
+
+    def write_from_many(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        num_bytes = sum(len(view) for view in views)
+        limit = self._hook(_transfer("write", descriptor, num_bytes, offset))
+        if limit is None:
+            return super().write_from_many(descriptor, views, offset)
+        return _write_all(descriptor, views, limit, offset)
+
+    def open_ring(self, num_operations: int) -> Ring:
+        return HookedRing(num_operations, self._hook)
 
     def truncate(self, descriptor: int, size_bytes: int) -> None:
         self._hook(Operation("truncate", num_bytes=size_bytes))
@@ -101,6 +125,60 @@ class HookedSyscalls(Syscalls):
         super().unlink(path)
 
 
+class HookedRing(Ring):
+    """A real ring, behind a hook. What is no ``OSError`` is raised by the operation that is prepared instead."""
+
+    def __init__(self, num_operations: int, hook: Hook) -> None:
+        self._hook = hook
+        self._threads = ThreadPoolExecutor(num_operations)
+        self._unmade = threading.Lock()
+        self._passed: list[Callable[[], None]] = []
+        self._done: list[tuple[int, int]] = []
+        self._bugs: list[BaseException] = []
+        super().__init__(num_operations)
+
+    def transfer(
+        self, token: int, descriptor: int, offset: int, segments: Sequence[tuple[int, int]], *, write: bool
+    ) -> None:
+        if self._bugs:
+            raise self._bugs.pop()
+        views = [memoryview((ctypes.c_char * length).from_address(address)).cast("B") for address, length in segments]
+        operation = _transfer("write" if write else "read", descriptor, sum(map(len, views)), offset)
+        make = functools.partial(super().transfer, token, descriptor, offset, segments, write=write)
+        self._threads.submit(self._decide, token, operation, descriptor, views, make)
+
+    def _decide(
+        self, token: int, operation: Operation, descriptor: int, views: list[memoryview], make: Callable[[], None]
+    ) -> None:
+        try:
+            limit = self._hook(operation)
+            move = _write_all if operation.action == "write" else _read_all
+            result = None if limit is None else move(descriptor, views, limit, operation.offset)
+        except OSError as error:
+            result = -(error.errno or errno.EIO)
+        except BaseException as bug:
+            self._bugs.append(bug)
+            result = -errno.EINTR
+        with self._unmade:
+            if result is None:
+                self._passed.append(make)
+            else:
+                self._done.append((token, result))
+        self.wake()
+
+    def wait(self) -> list[tuple[int, int]]:
+        with self._unmade:
+            passed, self._passed = self._passed, []
+            done, self._done = self._done, []
+        for make in passed:
+            make()
+        return done or super().wait()
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        super().close()
+
+
 class HookedFileIO(io.FileIO):
     """The file object under ``aiofiles``, behind a hook."""
 
@@ -108,18 +186,18 @@ class HookedFileIO(io.FileIO):
 
     def readinto(self, buffer: Any, /) -> int | None:
         view = memoryview(buffer)
-        limit = self.hook(_transfer("read", self.fileno(), view, self.tell()))
+        limit = self.hook(_transfer("read", self.fileno(), len(view), self.tell()))
         return super().readinto(view) if limit is None else _read(self.fileno(), view[:limit], self.tell())
 
     def write(self, buffer: Any, /) -> int:
         view = memoryview(buffer)
-        limit = self.hook(_transfer("write", self.fileno(), view, self.tell()))
+        limit = self.hook(_transfer("write", self.fileno(), len(view), self.tell()))
         return super().write(view) if limit is None else _write(self.fileno(), view[:limit], self.tell())
 
 
-def _transfer(action: str, descriptor: int, view: memoryview, offset: int) -> Operation:
+def _transfer(action: str, descriptor: int, num_bytes: int, offset: int) -> Operation:
     flags = int(Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0], 8)
-    return Operation(action, offset, len(view), bool(flags & os.O_DIRECT))
+    return Operation(action, offset, num_bytes, bool(flags & os.O_DIRECT))
 
 
 def _read(descriptor: int, view: memoryview, offset: int) -> int:
@@ -139,6 +217,20 @@ def _write(descriptor: int, view: memoryview, offset: int) -> int:
         os.close(other)
 
 
+def _read_all(descriptor: int, views: Sequence[memoryview], limit: int, offset: int) -> int:
+    joined = memoryview(bytearray(limit))
+    moved_bytes = _read(descriptor, joined, offset)
+    joined = joined[:moved_bytes]
+    for view in views:
+        view[: len(joined)] = joined[: len(view)]
+        joined = joined[len(view) :]
+    return moved_bytes
+
+
+def _write_all(descriptor: int, views: Sequence[memoryview], limit: int, offset: int) -> int:
+    return _write(descriptor, memoryview(b"".join(views))[:limit], offset)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A backend to test."""
@@ -150,6 +242,8 @@ class Kind:
         syscalls = HookedSyscalls(hook)
         if self.name == "threads":
             return ThreadBackend(num_workers, block_bytes, self.direct, syscalls)
+        if self.name == "uring":
+            return UringBackend(num_workers, block_bytes, self.direct, syscalls)
 
         def raw_file(descriptor: int, mode: str, closefd: bool) -> io.FileIO:
             file = HookedFileIO(descriptor, mode, closefd)
@@ -166,7 +260,17 @@ class Kind:
         return f"{self.name}-{'direct' if self.direct else 'buffered'}"
 
 
-KINDS = [Kind(name, direct) for name in ("threads", "aiofiles") for direct in (True, False)]
+KINDS = [Kind(name, direct) for name in ("threads", "uring", "aiofiles") for direct in (True, False)]
+
+
+@functools.cache
+def ring_refusal() -> str | None:
+    """Why this machine has no io_uring; ``None`` where it has."""
+    try:
+        Ring(1).close()
+    except OSError as error:
+        return refusal(error)
+    return None
 
 
 def fail(code: int) -> OSError:
@@ -260,6 +364,8 @@ async def rig_for(kind: Kind, directory: Path) -> AsyncIterator[Rig]:
     """A rig for one test; fails the test that leaves a descriptor or a thread behind."""
     if kind.direct and not supports_direct(directory):
         pytest.skip(f"no O_DIRECT in {directory}")
+    if kind.name == "uring" and ring_refusal() is not None:
+        pytest.skip(f"no io_uring: {ring_refusal()}")
     before = resources()
     rig = Rig(kind, directory)
     yield rig
@@ -284,6 +390,12 @@ def supports_direct(directory: Path) -> bool:
 def resources() -> tuple[int, list[str]]:
     """How many descriptors the process has, and the names of its threads."""
     return len(list(Path("/proc/self/fd").iterdir())), sorted(thread.name for thread in threading.enumerate())
+
+
+def num_open(directory: Path) -> int:
+    """How many descriptors the process has of files in a directory, removed ones too."""
+    targets = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    return sum(target.startswith(f"{directory}/") for target in targets)
 
 
 def buffer(num_bytes: int, *, shift: int = 0, fill: bytes = b"\0") -> memoryview:

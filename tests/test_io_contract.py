@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fakes_io
-from fakes_io import BLOCK_BYTES, KINDS, Rig, buffer, noise
+from fakes_io import BLOCK_BYTES, KINDS, Rig, buffer, noise, spin
 from infinity.errors import EngineStateError, ShortTransferError, StorageError
 from infinity.io.backend import DIRECT_ALIGNMENT, Transfer
 
@@ -132,6 +132,35 @@ async def test_batches_over_several_files(rig: Rig) -> None:
     assert backend.statistics().num_reads == backend.statistics().num_writes == len(sizes) - 1
 
 
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+async def test_neighbours_that_queue_are_moved_by_one_call(rig: Rig, write: bool) -> None:
+    gate = rig.gate("read", "write")
+    backend = rig.backend(gate, num_workers=1)
+    data = noise(16 * PAGE)
+    rig.path.write_bytes(bytes(len(data)) if write else data)
+    file = await backend.open_file(rig.path)
+    first = asyncio.ensure_future(backend.read_into(file, 0, buffer(PAGE)))
+    await gate.arrival()
+    move = backend.write_from if write else backend.read_into
+    memory = [buffer(PAGE, fill=data[page * PAGE :][:PAGE] if write else b"x") for page in range(2, 10)]
+    order = [0, 5, 2, 7, 1, 3, 6, 4]
+    tasks = {index: asyncio.ensure_future(move(file, (2 + index) * PAGE, memory[index])) for index in order}
+    await spin()
+    gate.open()
+    await asyncio.gather(first, *tasks.values())
+    calls = [(op.offset, op.num_bytes) for op in gate.log if op.action in ("read", "write")]
+    if (
+        rig.kind.name == "aiofiles"
+    ):  # it has no call for several stretches of memory, but keeps to the order of the file
+        assert calls == [(0, PAGE), *((page * PAGE, PAGE) for page in range(2, 10))]
+    else:
+        assert calls == [(0, PAGE), (2 * PAGE, 8 * PAGE)]
+    moved = rig.path.read_bytes()[2 * PAGE : 10 * PAGE] if write else b"".join(map(bytes, memory))
+    assert moved == data[2 * PAGE : 10 * PAGE]
+    statistics = backend.statistics()
+    assert (statistics.num_writes if write else statistics.num_reads - 1) == 8
+
+
 async def test_neighbours_that_share_pages_are_independent(rig: Rig) -> None:
     backend = rig.backend(block_bytes=2 * PAGE)
     file = await backend.open_file(rig.path, create=True)
@@ -204,6 +233,9 @@ async def test_statistics_count_what_was_done(rig: Rig) -> None:
     after = backend.statistics()
     assert (after.read_bytes, after.num_reads, after.num_errors, after.num_in_flight) == (PAGE + 1, 1, 1, 0)
     assert after.read_seconds > 0 < after.write_seconds
+    assert (len(before.write_latency), len(before.read_latency)) == (3, 0)  # of blocks
+    assert (len(after.write_latency), len(after.read_latency)) == (3, 2)
+    assert 0 < after.read_latency.percentile(50) <= after.read_seconds * 1.1
     assert before.num_reads == 0  # a snapshot
 
 

@@ -6,7 +6,9 @@ Calls are held in their threads by a gate below the code under test, so every or
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -176,7 +178,6 @@ async def test_after_a_cancellation_at_any_moment_the_buffer_is_free(rig: Rig, w
 async def test_a_cancelled_open_leaves_nothing(rig: Rig) -> None:
     gate = rig.gate("open")
     backend = rig.backend(gate)
-    before = fakes_io.resources()[0]
     task = asyncio.ensure_future(backend.open_file(rig.path, create=True))
     await gate.arrival()
     task.cancel()
@@ -186,13 +187,12 @@ async def test_a_cancelled_open_leaves_nothing(rig: Rig) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not rig.path.exists()
-    assert fakes_io.resources()[0] == before
+    assert fakes_io.num_open(rig.path.parent) == 0
 
 
 async def test_an_open_that_is_cancelled_again_while_it_is_undone_leaves_nothing(rig: Rig) -> None:
     gate = rig.gate("open")
     backend = rig.backend(gate, num_workers=1)
-    before = fakes_io.resources()[0]
     first = asyncio.ensure_future(backend.open_file(rig.path, create=True))
     await gate.arrival()
     second = asyncio.ensure_future(backend.open_file(rig.path.with_name("second"), create=True))
@@ -210,7 +210,7 @@ async def test_an_open_that_is_cancelled_again_while_it_is_undone_leaves_nothing
         await first
     await (await second).aclose()
     assert not rig.path.exists()
-    assert fakes_io.resources()[0] == before
+    assert fakes_io.num_open(rig.path.parent) == 0
 
 
 async def test_closing_a_file_waits_for_its_transfers(rig: Rig) -> None:
@@ -263,7 +263,6 @@ async def test_closing_with_io_in_flight_finishes_it(rig: Rig, cancel: bool) -> 
 async def test_closing_a_file_survives_cancellation_in_the_queue(rig: Rig) -> None:
     gate = rig.gate("write")
     backend = rig.backend(gate, num_workers=1)
-    before = fakes_io.resources()[0]
     file, other = [await backend.open_file(rig.path.with_name(name), create=True) for name in ("a", "b")]
     write = asyncio.ensure_future(backend.write_from(other, 0, buffer(PAGE)))
     await gate.arrival()
@@ -277,7 +276,7 @@ async def test_closing_a_file_survives_cancellation_in_the_queue(rig: Rig) -> No
     with pytest.raises(asyncio.CancelledError):
         await closing
     await other.aclose()
-    assert fakes_io.resources()[0] == before
+    assert fakes_io.num_open(rig.path.parent) == 0
 
 
 async def test_closing_while_a_file_is_being_opened(rig: Rig) -> None:
@@ -359,6 +358,27 @@ async def test_memory_is_given_back_with_the_await(tmp_path: Path) -> None:
         await backend.read_into(file, 0, memoryview(memory))
     memory.clear()  # BufferError if anyone still held a view
     await backend.aclose()
+
+
+async def test_an_exception_that_was_raised_is_not_kept(rig: Rig) -> None:
+    def hook(operation: fakes_io.Operation) -> None:
+        if operation.action == "read":
+            raise UnforeseenError
+
+    rig.path.write_bytes(bytes(PAGE))
+    backend = rig.backend(hook)
+    file = await backend.open_file(rig.path)
+    with pytest.raises(UnforeseenError) as caught:
+        await backend.read_into(file, 0, buffer(PAGE))
+    alive = weakref.ref(caught.value)
+    del caught
+    await spin()
+    gc.collect()
+    assert alive() is None
+
+
+class UnforeseenError(Exception):
+    """A bug."""
 
 
 # What only aiofiles needs

@@ -33,14 +33,16 @@ from infinity.errors import (
 from infinity.io.backend import Priority
 from infinity.io.memory import allocate, as_bytes
 from infinity.io.open import open_backend
-from infinity.store import nvme as module
+from infinity.store import striping
 from infinity.store.directory import JobDirectory, open_directories
-from infinity.store.nvme import MARGIN_BYTES, STRIPE_BYTES, NvmeTier, OpenBackend
+from infinity.store.nvme import NvmeTier
 from infinity.store.shard import Extent, ExtentAllocator, ShardKey
+from infinity.store.striping import STRIPE_BYTES
+from infinity.store.volumes import MARGIN_BYTES, OpenBackend
 from infinity.trace import TierUsage
 
 PAGE = 4096
-A, B, C = ShardKey(3, 0, "master"), ShardKey(3, 1, "exp_avg"), ShardKey(4, 0, "parameters")
+A, B, C = ShardKey(3, 0, "master"), ShardKey(3, 1, "state.exp_avg"), ShardKey(4, 0, "param")
 
 
 def memory(num_bytes: int, fill: int = 0) -> memoryview:
@@ -79,7 +81,12 @@ def assert_nothing_is_left(parent: Path) -> None:
 
 @asynccontextmanager
 async def opened(
-    parent: Path, num_paths: int, *, capacity_bytes: int, open_backend: OpenBackend
+    parent: Path,
+    num_paths: int,
+    *,
+    capacity_bytes: int,
+    open_backend: OpenBackend,
+    weights: Sequence[float] | None = None,
 ) -> AsyncIterator[NvmeTier]:
     tier = await NvmeTier.open(
         make_paths(parent, num_paths),
@@ -87,6 +94,7 @@ async def opened(
         backend_name="threads",
         num_threads=2,
         block_bytes=1 << 20,
+        weights=weights,
         open_backend=open_backend,
     )
     try:
@@ -235,17 +243,29 @@ STEPS = st.lists(
     num_pages=st.integers(0, 20),
     stripe_pages=st.integers(1, 20),
     real=st.sampled_from([False, False, False, True]),
+    weights=st.none() | st.tuples(*3 * [st.floats(0.01, 100)]),
     steps=STEPS,
 )
 def test_behaves_like_a_dictionary_with_a_capacity(
-    num_paths: int, num_pages: int, stripe_pages: int, real: bool, steps: list[tuple[str, int, int]]
+    num_paths: int,
+    num_pages: int,
+    stripe_pages: int,
+    real: bool,
+    weights: tuple[float, ...] | None,
+    steps: list[tuple[str, int, int]],
 ) -> None:
     async def run(parent: Path) -> None:
         opener = open_backend if real else FakeOpener()
-        async with opened(parent, num_paths, capacity_bytes=num_pages * PAGE, open_backend=opener) as tier:
+        given = weights[:num_paths] if weights is not None else None
+        async with opened(
+            parent, num_paths, capacity_bytes=num_pages * PAGE, open_backend=opener, weights=given
+        ) as tier:
             await check(tier)
             sizes = [(path / "shards.bin").stat().st_size for path in tier.choices]
-            assert sizes == [-(-num_pages // num_paths) * PAGE] * num_paths, "no file has grown"
+            assert sum(sizes) == num_pages * PAGE, "no file has grown"
+            total = sum(tier.weights)
+            for size, weight in zip(sizes, tier.weights, strict=True):
+                assert abs(size / PAGE - num_pages * weight / total) < 1.001
 
     async def check(tier: NvmeTier) -> None:
         model: dict[ShardKey, memoryview] = {}
@@ -272,7 +292,7 @@ def test_behaves_like_a_dictionary_with_a_capacity(
             assert tier.usage().used_bytes == sum(map(len, model.values()))
 
     with tempfile.TemporaryDirectory() as parent, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "STRIPE_BYTES", stripe_pages * PAGE)
+        patch.setattr(striping, "STRIPE_BYTES", stripe_pages * PAGE)
         asyncio.run(run(Path(parent)))
 
 
@@ -312,10 +332,10 @@ async def test_large_shards_are_striped_and_small_ones_go_where_least_is(tmp_pat
 
         await tier.write(A, memory(3 * STRIPE_BYTES + 2 * PAGE))
         assert written() == [(STRIPE_BYTES + PAGE,), (STRIPE_BYTES + PAGE,), (STRIPE_BYTES,)]
-        await tier.write(B, memory(3 * STRIPE_BYTES - PAGE))
-        assert written() == [(), (), (3 * STRIPE_BYTES - PAGE,)]
+        await tier.write(B, memory(2 * STRIPE_BYTES))
+        assert written() == [(STRIPE_BYTES,), (), (STRIPE_BYTES,)]
         await tier.write(C, memory(PAGE))
-        assert written() == [(PAGE,), (), ()]
+        assert written() == [(), (PAGE,), ()]
 
 
 async def test_priorities_reach_the_backend(tmp_path: Path) -> None:
@@ -356,7 +376,7 @@ async def test_lengths_that_do_not_fit_the_shard(tmp_path: Path) -> None:
             with pytest.raises(StorageError, match="master: expected a non-zero multiple of 4096") as caught:
                 await tier.write(A, memoryview(bytearray(length)))
             assert caught.value.got_bytes == length
-        with pytest.raises(StorageError, match="unit 3 part 1 exp_avg is not in the NVMe tier"):
+        with pytest.raises(StorageError, match=r"unit 3 part 1 state\.exp_avg is not in the NVMe tier"):
             await tier.read(B, memory(PAGE))
 
 
@@ -421,7 +441,7 @@ async def test_errors_name_the_shard_and_keep_what_they_carry(tmp_path: Path) ->
 
         full = DiskFullError("write", path=file, errno=errno.ENOSPC)
         opener.faults = failing("write", full)
-        with pytest.raises(DiskFullError, match=r"^write of unit 3 part 1 exp_avg: "):
+        with pytest.raises(DiskFullError, match=r"^write of unit 3 part 1 state\.exp_avg: "):
             await tier.write(B, memory(2 * PAGE))
         assert B not in tier
         assert tier.usage().used_bytes == PAGE
@@ -607,15 +627,39 @@ async def test_preflight_shows_the_arithmetic(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(DiskFullError) as caught:
         await open_failing(paths, opener, capacity_bytes=capacity_bytes)
     for part in (
-        "needs 4.000 GiB in 2 directories = 2.000 GiB each",
-        "2 of them on this file system, with 0.016 GiB to spare, need 4.016 GiB",
-        "3.016 GiB are free: short by 1.000 GiB",
+        "needs 4.000 GiB, and 16.0 MiB to spare on each file system",
+        f"in {paths[0]} and {paths[1]} 3.016 GiB are free: short by 1.000 GiB",
         "give directories on other disks",
     ):
         assert part in str(caught.value)
     assert caught.value.errno == errno.ENOSPC
     assert opener.backends == []
     assert_nothing_is_left(tmp_path)
+
+
+async def test_a_fuller_disk_leaves_more_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"nvme0": 1 << 30, "nvme1": 5 << 30, "nvme2": 0}
+    monkeypatch.setattr(JobDirectory, "free_bytes", lambda self: free[self.path.parent.name] + MARGIN_BYTES)
+    monkeypatch.setattr(JobDirectory, "device", property(lambda self: int(self.path.parent.name[-1])))
+    weights = (2.0, 1.0, 1.0)
+    async with opened(
+        tmp_path, 3, capacity_bytes=5 << 30, open_backend=FakeOpener(), weights=weights
+    ) as tier:  # sparse files
+        sizes = [(path / "shards.bin").stat().st_size for path in tier.choices]
+        assert sizes == [1 << 30, 4 << 30, 0]
+        await tier.write(A, memory(4 * STRIPE_BYTES, 1))
+        target = memory(4 * STRIPE_BYTES)
+        await tier.read(A, target)
+        assert target == memory(4 * STRIPE_BYTES, 1)
+    with pytest.raises(DiskFullError, match=r"nvme0 1.016 GiB are free, in \S*nvme1 5.016 GiB are free, in"):
+        await open_failing([tmp_path / name for name in free], FakeOpener(), capacity_bytes=(6 << 30) + PAGE)
+    assert_nothing_is_left(tmp_path)
+
+
+async def test_weights_are_one_for_each_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nvme_weights: expected one for each of 2 directories, got 3"):
+        async with opened(tmp_path, 2, capacity_bytes=0, open_backend=FakeOpener(), weights=(1, 2, 3)):
+            pass
 
 
 async def test_cancelled_open_leaves_nothing(tmp_path: Path) -> None:
@@ -649,7 +693,7 @@ async def test_open_cancelled_while_directories_are_made(tmp_path: Path, monkeyp
         assert go_on.wait(60)
         return directories
 
-    monkeypatch.setattr("infinity.store.nvme.open_directories", held)
+    monkeypatch.setattr("infinity.store.volumes.open_directories", held)
     task = asyncio.create_task(open_failing(make_paths(tmp_path, 2), FakeOpener()))
     await asyncio.to_thread(reached.wait, 60)
     for _ in range(2):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from infinity.errors import StorageError
+from infinity.errors import MismatchError
 
 _WORD_BYTES = 8
 _PIECE_WORDS = 1 << 16
@@ -22,10 +22,6 @@ _RAMP = np.arange(_PIECE_WORDS, dtype=np.uint64) * np.uint64(_FACTOR)
 _MASK = (1 << 64) - 1
 
 Bytes = npt.NDArray[np.uint8]
-
-
-class MismatchError(StorageError):
-    """What was read back is not what was written."""
 
 
 class Pattern:

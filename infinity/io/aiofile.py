@@ -32,7 +32,6 @@ from aiofiles.threadpool import wrap
 from aiofiles.threadpool.binary import AsyncFileIO
 
 from infinity.errors import storage_error
-from infinity.io.backend import DIRECT_ALIGNMENT
 from infinity.io.completion import Completion, call_in_thread
 from infinity.io.files import Descriptors, QueuedFile
 from infinity.io.queued import QueuedBackend, without_frames
@@ -61,16 +60,19 @@ class LastCall(Executor):
 
     async def finish(self, call: Callable[[], Awaitable[T]]) -> T:
         """Await one call on this executor to its end, whoever cancels; make it again if it was cancelled unbegun."""
-        while True:
-            try:
-                return await call()
-            except asyncio.CancelledError:
-                last = self._last
-                assert last is not None
-            await _until_done(last)
-            if not last.cancelled():  # else it never ran
-                result: T = last.result()
-                return result
+        try:
+            while True:
+                try:
+                    return await call()
+                except asyncio.CancelledError:
+                    last = self._last
+                    assert last is not None
+                await _until_done(last)
+                if not last.cancelled():  # else it never ran
+                    result: T = last.result()
+                    return result
+        finally:
+            self._last = last = None  # its exception, once raised, would keep the caller's frames
 
 
 async def _until_done(future: Future[Any]) -> None:
@@ -152,16 +154,16 @@ class AiofilesBackend(QueuedBackend):
     def _start(self) -> None:
         """The executor starts threads as it needs them."""
 
-    def _wake(self, num_blocks: int) -> None:
-        for _ in range(min(num_blocks, self._num_lanes - len(self._tasks))):
+    def _wake(self) -> None:
+        """Another task, if there is something for it to do; it wakes the next."""
+        if self._queue.ready and len(self._tasks) < self._num_lanes:
             task = asyncio.get_running_loop().create_task(self._work())
             self._tasks.add(task)
             task.add_done_callback(self._worked)
 
     def _worked(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if len(self._queue):  # a request came after its last look, or it was cancelled before it began
-            self._wake(1)
+        self._wake()  # a request came after its last look, or it was cancelled before it began
 
     async def _stop(self) -> bool:
         cancelled = False
@@ -185,12 +187,13 @@ class AiofilesBackend(QueuedBackend):
             except Exception as error:  # raised again where the request is awaited
                 outcome.error = without_frames(error)
             outcome.seconds = time.perf_counter() - started
-            if self._complete(block, outcome):
-                block.request.completion.finish()
+            for request in self._complete(block, outcome):
+                request.completion.finish()
 
     def _take(self) -> Block | None:
-        with self._lock:
-            return self._queue.take()
+        block = self._queue.take()
+        self._wake()
+        return block
 
     async def _run(self, block: CallBlock) -> None:
         calls = LastCall(self._threads)
@@ -198,18 +201,18 @@ class AiofilesBackend(QueuedBackend):
 
     async def _move(self, block: TransferBlock, outcome: Outcome) -> None:
         """Move the bytes of a block, continuing after short transfers; raise ``EOFError`` where no more move."""
-        file, view, write = block.piece.file, block.view, block.request.write
+        file = block.file
         assert isinstance(file, _AiofilesFile)
-        misaligned = (block.piece.address + block.start - block.position) % DIRECT_ALIGNMENT != 0
         lane = file.free.pop()
         try:
-            while (done := outcome.moved_bytes) < len(view):
+            while (done := outcome.moved_bytes) < block.num_bytes:
                 position = block.position + done
-                descriptor, num_bytes = lane.descriptors.route(position, len(view) - done)
-                if misaligned:
+                descriptor, num_bytes = lane.descriptors.route(position, block.num_bytes - done)
+                if block.misaligned:
                     descriptor = lane.descriptors.buffered
+                view = block.views(done, num_bytes)[0]
                 try:
-                    moved_bytes = await lane.move(descriptor, view[done : done + num_bytes], position, write=write)
+                    moved_bytes = await lane.move(descriptor, view, position, write=block.write)
                 except InterruptedError:
                     continue
                 if moved_bytes == 0:

@@ -10,8 +10,12 @@ Guarantees, for every backend:
 * The caller's buffer is not touched after the await has ended, *however* it ended: a cancelled call drops what was not
   yet submitted, waits for what was, and only then raises ``CancelledError``. A buffer may therefore be reused at once.
 * Demand requests overtake prefetch requests, and both overtake background writes, at the grain of one block.
+* Among requests as urgent, reads and writes take turns; and no more than ``MAX_IN_FLIGHT_BYTES`` (``queue.py``) are
+  with the device at a time.
+* Small requests that continue each other in the file may be moved by one system call. Each still succeeds, fails or is
+  cancelled on its own.
 * Nothing blocks the event loop: system calls run elsewhere. With worker threads one request costs one wake-up of the
-  loop; aiofiles needs two for each block.
+  loop at most; aiofiles needs two for each block.
 
 Concurrent transfers on disjoint byte ranges of one file are independent. Overlapping ones have no order.
 """
@@ -23,6 +27,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from infinity.io.latency import LatencyHistogram
 
 DIRECT_ALIGNMENT = 4096
 """Bytes. Offset, length and address multiple of this are always safe for O_DIRECT (512-byte and 4Kn devices)."""
@@ -53,7 +59,11 @@ class Transfer:
 
 @dataclass(slots=True)
 class IOStatistics:
-    """What a backend has moved since it was opened. Bytes count completed work; seconds are summed over threads."""
+    """What a backend has moved since it was opened.
+
+    Bytes count completed work; seconds are summed over blocks. Numbers of reads and writes count transfers, whole.
+    Latencies are of blocks, from when a worker takes or submits one until its bytes have moved.
+    """
 
     read_bytes: int = 0
     written_bytes: int = 0
@@ -63,6 +73,8 @@ class IOStatistics:
     write_seconds: float = 0.0
     num_errors: int = 0
     num_in_flight: int = 0
+    read_latency: LatencyHistogram = field(default_factory=LatencyHistogram)
+    write_latency: LatencyHistogram = field(default_factory=LatencyHistogram)
     extra: dict[str, float] = field(default_factory=dict)
 
 

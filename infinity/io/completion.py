@@ -68,13 +68,21 @@ class InFlight:
         self.count = 0
         self._idle: Completion | None = None
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
+        """One more."""
         self.count += 1
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """One less; never without its ``begin``."""
         self.count -= 1
         if self.count == 0 and self._idle is not None:
             self._idle.finish()
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     async def drained(self) -> bool:
         """Wait until the count is 0; the caller sees to it that nothing new begins. Returns whether cancelled."""

@@ -23,6 +23,14 @@ class LatencyHistogram:
     def __len__(self) -> int:
         return self._counts.total()
 
+    def __eq__(self, other: object) -> bool:
+        return self._counts == other._counts if isinstance(other, LatencyHistogram) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __repr__(self) -> str:
+        return f"<LatencyHistogram of {len(self)}, median {self.percentile(50):.3g} s>"
+
     def add(self, seconds: float) -> None:
         """Count one duration."""
         self._counts[math.ceil(math.log2(max(seconds, 1e-9)) * _BUCKETS_PER_OCTAVE)] += 1

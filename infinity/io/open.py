@@ -2,28 +2,30 @@
 
 Nothing is concluded from versions or names of file systems. Each candidate writes and reads back a small file in the
 target directory, aligned and ragged, and is taken if the bytes are right and, where it claims to bypass the page
-cache, if nothing shows that it does not. What was tried and why it was or was not taken comes back in words, for
-``infinity doctor``.
+cache, if nothing shows that it does not. ``"auto"`` takes io_uring only where a short race shows besides that it pays
+(``race.py``). What was tried and why it was or was not taken comes back in words, for ``infinity doctor``.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import BackendName
-from infinity.errors import DirectoryError, DiskFullError, StorageError, storage_error
+from infinity.errors import DirectoryError, DiskFullError, StorageError
 from infinity.io.aiofile import AiofilesBackend
 from infinity.io.backend import DIRECT_ALIGNMENT, Backend, File
 from infinity.io.completion import call_in_thread
 from infinity.io.memory import allocate, as_bytes
 from infinity.io.pagecache import declared_alignment, is_cached
+from infinity.io.race import Verdict, race, scratch_file
+from infinity.io.ring import refusal
 from infinity.io.syscalls import SYSCALLS, Syscalls
 from infinity.io.threads import ThreadBackend
+from infinity.io.uring import UringBackend
 
 _PROBE_BYTES = 64 << 10
 _RAGGED_OFFSET = _PROBE_BYTES - 4000
@@ -31,7 +33,19 @@ _RAGGED_BYTES = 9001
 
 _THREADS = (("threads", True), ("threads", False))
 _AIOFILES = (("aiofiles", True), ("aiofiles", False))
-_CANDIDATES = {"auto": _THREADS + _AIOFILES, "threads": _THREADS, "aiofiles": _AIOFILES}
+_URING = (("uring", True), ("uring", False))
+_CANDIDATES = {
+    "auto": _URING[:1] + _THREADS + _AIOFILES,
+    "threads": _THREADS,
+    "uring": _URING,
+    "aiofiles": _AIOFILES,
+}
+_BACKENDS: dict[str, type[ThreadBackend | UringBackend | AiofilesBackend]] = {
+    backend.name: backend for backend in (ThreadBackend, UringBackend, AiofilesBackend)
+}
+
+_verdicts: dict[int, Verdict] = {}
+"""Of races, by device; for the life of the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +53,7 @@ class Choice:
     """Which backend a directory got, and why.
 
     Attributes:
-        name: ``"threads"`` or ``"aiofiles"``.
+        name: ``"threads"``, ``"uring"`` or ``"aiofiles"``.
         direct: whether aligned transfers bypass the page cache.
         reasons: what was tried, in order, and what became of it, in words.
     """
@@ -60,9 +74,10 @@ async def open_backend(
     """Open the best backend that works in a directory.
 
     Args:
-        name: a backend to use, or ``"auto"`` for the first of threads and aiofiles that works; direct I/O first.
+        name: a backend to use, or ``"auto"`` for io_uring where it pays, else the first of threads and aiofiles that
+            works; direct I/O first.
         directory: an existing directory, where a small file is made and removed again.
-        num_threads: worker threads, or handles per file.
+        num_threads: worker threads, operations in the ring at once, or handles per file.
         block_bytes: largest single system call.
         syscalls: the system calls to make.
 
@@ -70,7 +85,8 @@ async def open_backend(
         The backend, to be closed by the caller, and the choice.
 
     Raises:
-        DirectoryError: the directory is missing or not a directory, or no backend that ``name`` allows works in it.
+        DirectoryError: the directory is missing or not a directory, or no backend that ``name`` allows works in it,
+            or the kernel refuses this process the io_uring that ``name`` asks for.
         DiskFullError: no room for the probe.
     """
     await call_in_thread(lambda: _check_directory(directory))
@@ -78,20 +94,25 @@ async def open_backend(
     error: StorageError | None = None
     for candidate, direct in _CANDIDATES[name]:
         words = f"{candidate}, {'direct' if direct else 'buffered'} I/O"
-        backend: Backend = (
-            ThreadBackend(num_threads, block_bytes, direct, syscalls)
-            if candidate == "threads"
-            else AiofilesBackend(num_threads, block_bytes, direct, syscalls)
-        )
+        if name == "auto" and candidate == "uring":
+            verdict = await _verdict(directory, syscalls)
+            if not verdict.uring_pays:
+                reasons.append(f"{words}: passed over; {verdict.words}")
+                continue
         try:
-            reasons.append(f"{words}: chosen; {await _probe(backend, directory)}")
-        except BaseException as refusal:
-            await backend.aclose()
-            if not isinstance(refusal, StorageError) or isinstance(refusal, DiskFullError):
+            backend = _make(candidate, directory, num_threads, block_bytes, direct, syscalls)
+            try:
+                known = await _probe(backend, directory)
+            except BaseException:
+                await backend.aclose()
                 raise
-            reasons.append(f"{words}: {refusal.message}")
-            error = refusal
+        except StorageError as refused:
+            if isinstance(refused, DiskFullError) or (name == "uring" and isinstance(refused, DirectoryError)):
+                raise
+            reasons.append(f"{words}: {refused.message}")
+            error = refused
         else:
+            reasons.append(f"{words}: chosen; {known}")
             return backend, Choice(candidate, direct, tuple(reasons))
     raise DirectoryError(
         f"no I/O backend that {name!r} allows works here: {'; '.join(reasons)}. Give another NVMe directory",
@@ -112,24 +133,38 @@ def _check_directory(directory: Path) -> None:
         raise DirectoryError("this user may not write to the directory: change its mode or owner", path=directory)
 
 
+def _make(name: str, directory: Path, num_threads: int, block_bytes: int, direct: bool, syscalls: Syscalls) -> Backend:
+    try:
+        return _BACKENDS[name](num_threads, block_bytes, direct, syscalls)
+    except OSError as error:
+        raise DirectoryError(
+            f"{refusal(error)}, or use io_backend='threads'", path=directory, errno=error.errno
+        ) from error
+
+
+async def _verdict(directory: Path, syscalls: Syscalls) -> Verdict:
+    """Whether io_uring pays here, from the last race on this device, or from one now."""
+    device = await call_in_thread(lambda: directory.stat().st_dev)
+    if device not in _verdicts:
+        try:
+            _verdicts[device] = await race(directory, syscalls)
+        except DiskFullError:
+            return Verdict(False, "no room for a race against threads")
+        except StorageError as error:
+            return Verdict(False, error.message)
+        except OSError as error:
+            return Verdict(False, refusal(error))
+    return _verdicts[device]
+
+
 async def _probe(backend: Backend, directory: Path) -> str:
     """Use the backend in ``directory``; what is known of it then. Raises a ``StorageError`` that says what is wrong."""
-    path = directory / f".infinity-probe-{secrets.token_hex(8)}"
-    file = await backend.open_file(path, create=True)
-    try:
-        return await _exercise(backend, file)
-    finally:
+    async with scratch_file(directory) as path:
+        file = await backend.open_file(path, create=True)
         try:
-            await file.aclose()
+            return await _exercise(backend, file)
         finally:
-            await call_in_thread(lambda: _remove(path))
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise storage_error("removal of the probe", error, path=path) from error
+            await file.aclose()
 
 
 async def _exercise(backend: Backend, file: File) -> str:

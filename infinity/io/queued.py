@@ -14,6 +14,7 @@ import errno
 import os
 import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +26,13 @@ from infinity.errors import EngineStateError, StorageError, storage_error
 from infinity.io.backend import DIRECT_ALIGNMENT, Backend, File, IOStatistics, Priority, Transfer
 from infinity.io.completion import Completion, InFlight
 from infinity.io.files import Descriptors, QueuedFile
-from infinity.io.requests import Block, Call, Outcome, Piece, Request, RequestQueue, TransferBlock, Transfers
+from infinity.io.queue import RequestQueue
+from infinity.io.requests import Block, Call, Outcome, Piece, Request, TransferBlock, Transfers
 from infinity.io.syscalls import Syscalls
 
 T = TypeVar("T")
+
+_MAX_OUTCOMES = 1024
 
 
 class QueuedBackend(Backend):
@@ -42,10 +46,13 @@ class QueuedBackend(Backend):
         self._num_lanes = num_lanes
         self._syscalls = syscalls
         self._lock = threading.Lock()
-        self._queue = RequestQueue()
+        self._queue = RequestQueue(block_bytes=self._block_bytes, direct=direct)
         self._statistics = IOStatistics(extra={"bounced_bytes": 0, "cached_bytes": 0})
         self._files: set[QueuedFile] = set()
         self._in_flight = InFlight()
+        self._outcomes: list[tuple[bool, Outcome]] = []
+        self._ended: deque[Request] = deque()
+        self._finishing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed: Completion | None = None
 
@@ -56,8 +63,8 @@ class QueuedBackend(Backend):
         """Start workers that are missing; before each request."""
 
     @abstractmethod
-    def _wake(self, num_blocks: int) -> None:
-        """So many blocks have come into the queue."""
+    def _wake(self) -> None:
+        """The queue may have become ``ready``, by a new request or one less: see that a worker looks."""
 
     @abstractmethod
     async def _stop(self) -> bool:
@@ -125,7 +132,14 @@ class QueuedBackend(Backend):
         ``cached_bytes`` went through the page cache.
         """
         with self._lock:
-            return replace(self._statistics, extra=dict(self._statistics.extra))
+            self._count()
+            now = self._statistics
+            return replace(
+                now,
+                read_latency=now.read_latency.copy(),
+                write_latency=now.write_latency.copy(),
+                extra=dict(now.extra),
+            )
 
     async def aclose(self) -> None:
         """Finish what was accepted, then close files and end workers.
@@ -201,13 +215,17 @@ class QueuedBackend(Backend):
         pieces = self._pieces(transfers, write=write)
         if not pieces:
             return
-        request = Transfers(pieces, write=write, priority=priority, block_bytes=self._block_bytes)
-        with contextlib.ExitStack() as usage:
-            usage.enter_context(self._in_flight)
-            for file in {piece.file for piece in pieces}:
-                usage.enter_context(file.in_flight)
+        request = Transfers(pieces, write=write, priority=priority)
+        users = [self._in_flight, *(piece.file.in_flight for piece in pieces)]
+        for user in users:
+            user.begin()
+        try:
             cancelled = await self._perform(request)
+        finally:
+            for user in users:
+                user.end()
         error = request.error()
+        request.failure = None
         for piece in pieces:
             piece.view.release()  # a worker may keep its block for a moment more; the memory is the caller's again
         if cancelled:
@@ -232,11 +250,18 @@ class QueuedBackend(Backend):
         with self._lock:
             self._queue.push(request)
             self._statistics.num_in_flight += 1
-        self._wake(request.num_blocks)
+        self._wake()
         cancelled = await request.completion.wait((lambda: self._drop(request)) if droppable else None)
         with self._lock:
-            self._statistics.num_in_flight -= 1
-            self._statistics.num_errors += request.failure is not None
+            if len(self._outcomes) >= _MAX_OUTCOMES:
+                self._count()
+            statistics = self._statistics
+            statistics.num_in_flight -= 1
+            statistics.num_errors += request.failure is not None
+            if request.write:
+                statistics.num_writes += request.num_whole
+            else:
+                statistics.num_reads += request.num_whole
         return cancelled
 
     def _drop(self, request: Request) -> None:
@@ -244,27 +269,52 @@ class QueuedBackend(Backend):
             ended = self._queue.drop(request)
         if ended:
             request.completion.finish()
+        self._wake()  # who had to wait behind it may fit
 
     # On the workers.
 
-    def _complete(self, block: Block, outcome: Outcome) -> bool:
-        """Give back a block. Returns whether its request has ended by this, and the worker is to finish it."""
-        statistics = self._statistics
+    def _complete(self, block: Block, outcome: Outcome) -> list[Request]:
+        """Give back a block. Returns the requests that have ended by this, which the worker is to finish."""
         with self._lock:
             ended = self._queue.complete(block, outcome)
             if isinstance(block, TransferBlock):
-                whole = block.piece.moved_bytes == len(block.piece.view)
-                if block.request.write:
-                    statistics.written_bytes += outcome.moved_bytes
-                    statistics.write_seconds += outcome.seconds
-                    statistics.num_writes += whole
-                else:
-                    statistics.read_bytes += outcome.moved_bytes
-                    statistics.read_seconds += outcome.seconds
-                    statistics.num_reads += whole
-                statistics.extra["bounced_bytes"] += outcome.bounced_bytes
-                statistics.extra["cached_bytes"] += outcome.cached_bytes
+                outcome.error = None  # raised where it is awaited, it would keep that frame and its buffers
+                self._outcomes.append((block.write, outcome))
         return ended
+
+    def _count(self) -> None:
+        """Add up what became of blocks; when someone asks or there are many, and not each time one is done."""
+        statistics, extra = self._statistics, self._statistics.extra
+        for write, outcome in self._outcomes:
+            if write:
+                statistics.written_bytes += outcome.moved_bytes
+                statistics.write_seconds += outcome.seconds
+                statistics.write_latency.add(outcome.seconds)
+            else:
+                statistics.read_bytes += outcome.moved_bytes
+                statistics.read_seconds += outcome.seconds
+                statistics.read_latency.add(outcome.seconds)
+            extra["bounced_bytes"] += outcome.bounced_bytes
+            extra["cached_bytes"] += outcome.cached_bytes
+        self._outcomes.clear()
+
+    def _finish_threadsafe(self, ended: Iterable[Request]) -> None:
+        """Wake those who wait for requests that have ended: all that end meanwhile, by one wake-up of the loop.
+
+        Without a lock: a request is put down before the flag is looked at, and the flag is taken down before the
+        requests are looked for; so whoever saw it up has put down what will be found.
+        """
+        self._ended.extend(ended)
+        if not self._finishing:
+            self._finishing = True
+            assert self._loop is not None
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._finish)
+
+    def _finish(self) -> None:
+        self._finishing = False
+        while self._ended:
+            self._ended.popleft().completion.finish()
 
     def _open(self, path: Path, *, create: bool) -> list[Descriptors]:
         lanes: list[Descriptors] = []

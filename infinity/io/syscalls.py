@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+from infinity.io.ring import Ring
 
 
 class Syscalls:
@@ -24,6 +27,18 @@ class Syscalls:
     def write_from(self, descriptor: int, view: memoryview, offset: int) -> int:
         """Write ``view`` at ``offset``; how many bytes were taken. Releases the GIL."""
         return os.pwritev(descriptor, (view,), offset)
+
+    def read_into_many(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        """``read_into`` for several stretches of memory in turn, as if they were one; at most 1024."""
+        return os.preadv(descriptor, views, offset)
+
+    def write_from_many(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        """``write_from`` for several stretches of memory in turn, as if they were one; at most 1024."""
+        return os.pwritev(descriptor, views, offset)
+
+    def open_ring(self, num_operations: int) -> Ring:
+        """An io_uring for so many operations at once."""
+        return Ring(num_operations)
 
     def size(self, descriptor: int) -> int:
         """Length of the file in bytes."""

@@ -2,7 +2,7 @@
 
 Guarantees
     * What was enough at open stays enough. Each file is preallocated to its share of the capacity, and a shard is
-      placed wherever room is: in one extent if a hole is large enough, else in several, else in several directories.
+      placed wherever room is: in one extent if a hole is large enough, else in several, else in other directories.
       So any shard that fits the capacity by arithmetic fits in fact, no file ever grows, and a disk that was large
       enough at open stays so.
     * ``write``, ``read`` and ``flush`` move every byte or raise a ``StorageError`` that names the shard and the file.
@@ -15,9 +15,9 @@ Guarantees
 The caller orders the transfers of one shard: no write or delete while another transfer of it is under way. The tier
 refuses what breaks this (``EngineStateError``), because an extent given back too early would be another shard's bytes.
 
-Striping: a shard of at least ``STRIPE_BYTES`` per directory is cut into nearly equal pieces, one per directory, moved
-at the same time; a smaller one goes whole to the directory that holds least, since halves of it would only be smaller
-requests.
+Several directories are striped in proportion to their speed (``striping.py``), which is given or measured at open
+(``speeds.py``); ``volumes.py`` opens their files and finds room in them. Speed decides where bytes go and never which:
+what was enough stays enough under all weights.
 
 Rejected: letting files grow past their share when they are unevenly filled or fragmented (the disk may be full by
 then, in the middle of a training run); a file per shard (a descriptor, an inode and a fallocate each); fixed slots (a
@@ -31,45 +31,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from infinity.config import BackendName
-from infinity.errors import BudgetError, ConfigError, DiskFullError, EngineStateError, StorageError
-from infinity.io.backend import DIRECT_ALIGNMENT, Backend, File, IOStatistics, Priority, Transfer
-from infinity.io.completion import InFlight, call_in_thread
+from infinity.errors import BudgetError, ConfigError, EngineStateError, StorageError
+from infinity.io.backend import DIRECT_ALIGNMENT, IOStatistics, Priority, Transfer
+from infinity.io.completion import InFlight
 from infinity.io.open import Choice
 from infinity.io.open import open_backend as _open_backend
 from infinity.io.tasks import gather_all
-from infinity.store.directory import JobDirectory, open_directories
-from infinity.store.shard import Extent, ExtentAllocator, ShardKey
+from infinity.store.shard import Extent, ShardKey
+from infinity.store.volumes import MARGIN_BYTES, OpenBackend, Volume, Volumes
 from infinity.trace import TierUsage
 
-STRIPE_BYTES = 1 << 20
-"""A shard is cut over the directories when each gets at least this much."""
-
-MARGIN_BYTES = 16 << 20
-"""What must stay free on a file system beyond our files: its own metadata for them, and other people's logs."""
-
-
-class OpenBackend(Protocol):
-    """The signature of ``infinity.io.open.open_backend``."""
-
-    async def __call__(
-        self, name: BackendName, directory: Path, *, num_threads: int, block_bytes: int
-    ) -> tuple[Backend, Choice]:
-        """Open the best backend for ``directory`` that ``name`` allows, and say why it was chosen."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Volume:
-    """One directory's file, and the backend that moves its bytes."""
-
-    backend: Backend
-    file: File
-    allocator: ExtentAllocator
+__all__ = ["MARGIN_BYTES", "NvmeTier", "OpenBackend"]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -77,27 +53,20 @@ class _Shard:
     """Where a shard's bytes are, in the order of the dictionary and of its lists, and who is moving them."""
 
     num_bytes: int
-    extents: dict[_Volume, list[Extent]]
+    extents: dict[Volume, list[Extent]]
     readable: bool
     writing: bool = False
     num_reads: int = 0
 
 
 class NvmeTier:
-    """Shards on NVMe; made by ``NvmeTier.open``. What it guarantees stands at the head of this file.
-
-    Attributes:
-        choices: for each job directory, which backend ``open_backend`` chose and why.
-    """
+    """Shards on NVMe; made by ``NvmeTier.open``. What it guarantees stands at the head of this file."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.choices: dict[Path, Choice] = {}
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
         self._peak_bytes = 0
-        self._directories: list[JobDirectory] = []
-        self._backends: list[Backend] = []
-        self._volumes: list[_Volume] = []
+        self._volumes = Volumes()
         self._shards: dict[ShardKey, _Shard] = {}
         self._in_flight = InFlight()
         self._closing: asyncio.Future[None] | None = None
@@ -111,6 +80,7 @@ class NvmeTier:
         backend_name: BackendName,
         num_threads: int,
         block_bytes: int,
+        weights: Sequence[float] | None = None,
         rank: int = 0,
         open_backend: OpenBackend = _open_backend,
     ) -> NvmeTier:
@@ -122,11 +92,12 @@ class NvmeTier:
             backend_name: which I/O backend, or ``"auto"``.
             num_threads: worker threads per directory.
             block_bytes: largest single system call.
+            weights: relative speeds of the directories, positive, one each; ``None`` to measure those of several.
             rank: rank of this process; ranks may share paths.
             open_backend: opens the backend of one directory.
 
         Raises:
-            ConfigError: ``paths`` is empty.
+            ConfigError: ``paths`` is empty, or ``weights`` are not one for each.
             DirectoryError: a path cannot be used, or another live job uses it (``DirectoryInUseError``).
             DiskFullError: the file systems lack room; the message shows the arithmetic.
             StorageError: any other failure of the system.
@@ -134,22 +105,20 @@ class NvmeTier:
         assert capacity_bytes >= 0
         if not paths:
             raise ConfigError("nvme: expected at least one directory for the NVMe tier, got none")
+        if weights is not None and len(weights) != len(paths):
+            raise ConfigError(f"nvme_weights: expected one for each of {len(paths)} directories, got {len(weights)}")
         tier = cls(capacity_bytes)
         try:
-            await call_in_thread(lambda: tier._directories.extend(open_directories(paths, rank=rank)))
-            num_pages_each = -(-capacity_bytes // (DIRECT_ALIGNMENT * len(paths)))
-            share_bytes = num_pages_each * DIRECT_ALIGNMENT
-            await call_in_thread(lambda: _check_free(tier._directories, capacity_bytes, share_bytes))
-            for directory in tier._directories:
-                backend, choice = await open_backend(
-                    backend_name, directory.path, num_threads=num_threads, block_bytes=block_bytes
-                )
-                tier._backends.append(backend)
-                tier.choices[directory.path] = choice
-                file = await backend.open_file(directory.path / "shards.bin", create=True)
-                tier._volumes.append(_Volume(backend, file, ExtentAllocator(share_bytes)))
-            if share_bytes:
-                await gather_all(volume.backend.preallocate(volume.file, share_bytes) for volume in tier._volumes)
+            await tier._volumes.open(
+                paths,
+                capacity_bytes=capacity_bytes,
+                weights=weights,
+                backend_name=backend_name,
+                num_threads=num_threads,
+                block_bytes=block_bytes,
+                rank=rank,
+                open_backend=open_backend,
+            )
         except BaseException:
             with contextlib.suppress(StorageError):  # the first failure is the one to repair
                 await tier.aclose()
@@ -242,7 +211,7 @@ class NvmeTier:
         """
         self._check_open()
         with self._doing("flush of the NVMe tier"):
-            await gather_all(volume.backend.fsync(volume.file) for volume in self._volumes)
+            await self._volumes.sync()
 
     def usage(self) -> TierUsage:
         """Bytes that shards take now, the most they ever took, and the capacity; safe from any thread."""
@@ -250,14 +219,17 @@ class NvmeTier:
 
     def statistics(self) -> IOStatistics:
         """What all backends have moved since they were opened, their probes included; safe from any thread."""
-        total = IOStatistics()
-        for part in (backend.statistics() for backend in self._backends):
-            for field in dataclasses.fields(IOStatistics):
-                if field.name != "extra":
-                    setattr(total, field.name, getattr(total, field.name) + getattr(part, field.name))
-            for name, value in part.extra.items():
-                total.extra[name] = total.extra.get(name, 0.0) + value
-        return total
+        return self._volumes.statistics()
+
+    @property
+    def choices(self) -> dict[Path, Choice]:
+        """For each job directory, which backend ``open_backend`` chose and which weight it has, and why."""
+        return dict(self._volumes.choices)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The relative speed of each directory, given or measured; the fastest has 1."""
+        return self._volumes.weights
 
     async def aclose(self) -> None:
         """Wait for what is in flight, close the backends, remove the directories. Closing twice is harmless.
@@ -282,15 +254,9 @@ class NvmeTier:
             raise error
 
     async def _close(self) -> None:
-        try:
-            await self._in_flight.drained()
-            await gather_all(backend.aclose() for backend in self._backends)
-        finally:
-            self._shards.clear()
-            removal = contextlib.ExitStack()
-            for directory in self._directories:
-                removal.callback(directory.close)
-            await call_in_thread(removal.close)
+        await self._in_flight.drained()
+        self._shards.clear()
+        await self._volumes.close()
 
     def _check_open(self) -> None:
         if self._closing is not None:
@@ -327,7 +293,7 @@ class NvmeTier:
             )
         if old is not None:
             self._release(key)
-        shard = _Shard(num_bytes, self._place(num_bytes), readable=old is not None)
+        shard = _Shard(num_bytes, self._volumes.place(num_bytes), readable=old is not None)
         self._shards[key] = shard
         self._used_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
@@ -340,24 +306,10 @@ class NvmeTier:
             for extent in extents:
                 volume.allocator.free(extent)
 
-    def _place(self, num_bytes: int) -> dict[_Volume, list[Extent]]:
-        """Take room for a shard: striped or whole, and what does not fit there wherever room is."""
-        volumes = sorted(self._volumes, key=lambda volume: volume.allocator.used_bytes)
-        wanted = [num_bytes] + [0] * (len(volumes) - 1)
-        if num_bytes >= len(volumes) * STRIPE_BYTES:
-            num_pages, num_extra = divmod(num_bytes // DIRECT_ALIGNMENT, len(volumes))
-            wanted = [(num_pages + (index < num_extra)) * DIRECT_ALIGNMENT for index in range(len(volumes))]
-        room = [volume.allocator.free_bytes for volume in volumes]
-        sizes = [min(pair) for pair in zip(wanted, room, strict=True)]
-        for index in range(len(volumes)):
-            sizes[index] += min(num_bytes - sum(sizes), room[index] - sizes[index])
-        assert sum(sizes) == num_bytes, "the files together are at least as large as the capacity"
-        return {volume: volume.allocator.allocate(size) for volume, size in zip(volumes, sizes, strict=True) if size}
-
     def _error(self, message: str, memory: memoryview, shard: _Shard | None = None) -> StorageError:
         return StorageError(
             message,
-            path=self._volumes[0].file.path,
+            path=self._volumes.path,
             expected_bytes=shard.num_bytes if shard is not None else None,
             got_bytes=memory.nbytes,
         )
@@ -367,7 +319,7 @@ def _under_way(key: ShardKey, action: str) -> EngineStateError:
     return EngineStateError(f"{action} of {key} while another transfer of it is under way; await that first")
 
 
-def _batches(shard: _Shard, memory: memoryview) -> Iterator[tuple[_Volume, list[Transfer]]]:
+def _batches(shard: _Shard, memory: memoryview) -> Iterator[tuple[Volume, list[Transfer]]]:
     """The shard's memory cut into its extents: one batch for each directory."""
     start = 0
     for volume, extents in shard.extents.items():
@@ -376,25 +328,3 @@ def _batches(shard: _Shard, memory: memoryview) -> Iterator[tuple[_Volume, list[
             batch.append(Transfer(volume.file, extent.offset, memory[start : start + extent.num_bytes]))
             start += extent.num_bytes
         yield volume, batch
-
-
-def _check_free(directories: Sequence[JobDirectory], capacity_bytes: int, share_bytes: int) -> None:
-    """Compare what each file system must hold with what it has free."""
-    devices = [directory.device for directory in directories]
-    for directory in directories:
-        num_sharing = devices.count(directory.device)
-        needed_bytes = num_sharing * share_bytes + MARGIN_BYTES
-        free_bytes = directory.free_bytes()
-        if free_bytes < needed_bytes:
-            raise DiskFullError(
-                f"the NVMe tier needs {_in_gib(capacity_bytes)} in {len(directories)} directories = "
-                f"{_in_gib(share_bytes)} each; {num_sharing} of them on this file system, with {_in_gib(MARGIN_BYTES)} "
-                f"to spare, need {_in_gib(needed_bytes)}; {_in_gib(free_bytes)} are free: short by "
-                f"{_in_gib(needed_bytes - free_bytes)}. Free space there, or give directories on other disks",
-                path=directory.path,
-                errno=errno.ENOSPC,
-            )
-
-
-def _in_gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.3f} GiB"

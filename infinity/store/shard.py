@@ -15,7 +15,8 @@ class ShardKey(NamedTuple):
     Attributes:
         unit: index of the unit in the model.
         part: index of the piece of the unit that is stepped at a time; 0 where there is only one.
-        kind: which kind of state the bytes are, in a word: the engine's business, and a name in messages here.
+        kind: which kind of state the bytes are: ``param``, ``master``, ``grad``, ``grad_sum`` or ``state.`` and the
+            optimizer's name for it (``state.exp_avg``). The engine's business (``engine/unit.py``); here a name.
     """
 
     unit: int

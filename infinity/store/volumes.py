@@ -1,0 +1,209 @@
+"""The files of the NVMe tier, one in each directory: opened together, placed into, closed together.
+
+Room: each file is preallocated to its share of the capacity and never grows. The shares follow the directories' speed
+where their file systems have room for that; where one has not, the others take more, and a capacity that all of them
+together cannot hold is refused. Shares add up to the capacity, in whole pages, and a shard is placed wherever room is:
+in the pieces that suit the directories' speed (``striping.py``) as far as these fit, the rest elsewhere. So whatever
+fits the capacity by arithmetic fits in fact.
+
+Everything belongs to the event loop that awaited ``open``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from infinity.config import BackendName
+from infinity.errors import DiskFullError
+from infinity.io.backend import Backend, File, IOStatistics
+from infinity.io.completion import call_in_thread
+from infinity.io.open import Choice
+from infinity.io.tasks import gather_all
+from infinity.store.directory import JobDirectory, open_directories
+from infinity.store.shard import Extent, ExtentAllocator
+from infinity.store.speeds import Candidate, weigh
+from infinity.store.striping import cut, divide_capacity
+
+MARGIN_BYTES = 16 << 20
+"""What must stay free on a file system beyond our files: its own metadata for them, and other people's logs."""
+
+
+class OpenBackend(Protocol):
+    """The signature of ``infinity.io.open.open_backend``."""
+
+    async def __call__(
+        self, name: BackendName, directory: Path, *, num_threads: int, block_bytes: int
+    ) -> tuple[Backend, Choice]:
+        """Open the best backend for ``directory`` that ``name`` allows, and say why it was chosen."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Volume:
+    """One directory's file, the backend that moves its bytes, and the directory's relative speed."""
+
+    backend: Backend
+    file: File
+    allocator: ExtentAllocator
+    weight: float
+
+    @property
+    def load(self) -> float:
+        """What it holds, in terms of the time that takes to move."""
+        return self.allocator.used_bytes / self.weight
+
+
+class Volumes:
+    """All volumes of a tier: empty until ``open``; ``close`` closes what there is, however ``open`` ended.
+
+    Attributes:
+        choices: for each job directory, which backend was chosen and why, and the weight it got and why.
+    """
+
+    def __init__(self) -> None:
+        self.choices: dict[Path, Choice] = {}
+        self._directories: list[JobDirectory] = []
+        self._backends: list[Backend] = []
+        self._volumes: list[Volume] = []
+
+    async def open(
+        self,
+        paths: Sequence[Path],
+        *,
+        capacity_bytes: int,
+        weights: Sequence[float] | None,
+        backend_name: BackendName,
+        num_threads: int,
+        block_bytes: int,
+        rank: int,
+        open_backend: OpenBackend,
+    ) -> None:
+        """Make a job directory below each of ``paths``, and in each a file for its share of ``capacity_bytes``.
+
+        Arguments and errors are those of ``NvmeTier.open``.
+        """
+        await call_in_thread(lambda: self._directories.extend(open_directories(paths, rank=rank)))
+        free_bytes, devices = await call_in_thread(self._survey)
+        room_bytes = {device: max(0, free - MARGIN_BYTES) for device, free in free_bytes.items()}
+        if divide_capacity(capacity_bytes, (1.0,) * len(devices), devices, room_bytes) is None:
+            self._refuse(capacity_bytes, capacity_bytes - sum(room_bytes.values()), free_bytes, devices)
+        for directory in self._directories:
+            backend, choice = await open_backend(
+                backend_name, directory.path, num_threads=num_threads, block_bytes=block_bytes
+            )
+            self._backends.append(backend)
+            self.choices[directory.path] = choice
+        weighed = await weigh(
+            [Candidate(*each) for each in zip(self.choices, devices, self._backends, strict=True)],
+            weights,
+            capacity_bytes=capacity_bytes,
+            room_bytes=room_bytes,
+        )
+        shares = divide_capacity(capacity_bytes, weighed.values, devices, room_bytes)
+        assert shares is not None, "room does not depend on weights"
+        for directory, backend, share_bytes, weight, reason in zip(
+            self._directories, self._backends, shares, weighed.values, weighed.reasons, strict=True
+        ):
+            choice = self.choices[directory.path]
+            self.choices[directory.path] = dataclasses.replace(choice, reasons=(*choice.reasons, reason))
+            file = await backend.open_file(directory.path / "shards.bin", create=True)
+            self._volumes.append(Volume(backend, file, ExtentAllocator(share_bytes), weight))
+        await gather_all(
+            volume.backend.preallocate(volume.file, volume.allocator.size_bytes)
+            for volume in self._volumes
+            if volume.allocator.size_bytes
+        )
+
+    async def close(self) -> None:
+        """Close the backends and remove the directories; nothing may be in flight.
+
+        Raises:
+            StorageError: a file or directory could not be closed or removed.
+        """
+        try:
+            await gather_all(backend.aclose() for backend in self._backends)
+        finally:
+            removal = contextlib.ExitStack()
+            for directory in self._directories:
+                removal.callback(directory.close)
+            await call_in_thread(removal.close)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The relative speed of each directory; the fastest has 1."""
+        return tuple(volume.weight for volume in self._volumes)
+
+    @property
+    def path(self) -> Path:
+        """The first file, for errors that concern no other."""
+        return self._volumes[0].file.path
+
+    def place(self, num_bytes: int) -> dict[Volume, list[Extent]]:
+        """Take room for a shard: as suits the directories' speed, and what does not fit there wherever room is.
+
+        Args:
+            num_bytes: a multiple of ``DIRECT_ALIGNMENT``, at most as many as are free in all files together.
+        """
+        used_bytes = [volume.allocator.used_bytes for volume in self._volumes]
+        sizes = dict(zip(self._volumes, cut(num_bytes, self.weights, used_bytes), strict=True))
+        for volume, size in sizes.items():
+            sizes[volume] = min(size, volume.allocator.free_bytes)
+        rest = num_bytes - sum(sizes.values())
+        for volume in sorted(self._volumes, key=lambda volume: volume.load):
+            more = min(rest, volume.allocator.free_bytes - sizes[volume])
+            sizes[volume] += more
+            rest -= more
+        assert not rest, "the files together are at least as large as the capacity"
+        return {volume: volume.allocator.allocate(size) for volume, size in sizes.items() if size}
+
+    async def sync(self) -> None:
+        """Make every write that has ended durable.
+
+        Raises:
+            StorageError: the system reported an error.
+        """
+        await gather_all(volume.backend.fsync(volume.file) for volume in self._volumes)
+
+    def statistics(self) -> IOStatistics:
+        """What all backends have moved since they were opened, probes included; safe from any thread."""
+        total = IOStatistics()
+        for part in (backend.statistics() for backend in self._backends):
+            for field in dataclasses.fields(IOStatistics):
+                if field.name != "extra":
+                    setattr(total, field.name, getattr(total, field.name) + getattr(part, field.name))
+            for name, value in part.extra.items():
+                total.extra[name] = total.extra.get(name, 0.0) + value
+        return total
+
+    def _survey(self) -> tuple[dict[int, int], list[int]]:
+        """What each file system has free, by its number, and the number of each directory's."""
+        devices = [directory.device for directory in self._directories]
+        free_bytes = {
+            device: directory.free_bytes() for device, directory in zip(devices, self._directories, strict=True)
+        }
+        return free_bytes, devices
+
+    def _refuse(
+        self, capacity_bytes: int, short_bytes: int, free_bytes: Mapping[int, int], devices: Sequence[int]
+    ) -> NoReturn:
+        """Show what all together must hold and what their file systems have free."""
+        found = []
+        for device, free in free_bytes.items():
+            on_it = [
+                each.path.parent for each, other in zip(self._directories, devices, strict=True) if other == device
+            ]
+            found.append(f"in {' and '.join(map(str, on_it))} {_show(free)} are free")
+        raise DiskFullError(
+            f"the NVMe tier needs {_show(capacity_bytes)}, and {_show(MARGIN_BYTES)} to spare on each file system; "
+            f"{', '.join(found)}: short by {_show(short_bytes)}. Free space there, or give directories on other disks",
+            path=self._directories[0].path,
+            errno=errno.ENOSPC,
+        )
+
+
+def _show(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.3f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.1f} MiB"
