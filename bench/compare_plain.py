@@ -91,6 +91,7 @@ async def disk_gb_s(nvme: Path, config: Config) -> dict[str, float]:
         backend_name=config.io_backend,
         num_threads=config.io_num_threads,
         block_bytes=config.io_block_bytes,
+        weights=config.nvme_weights,
     )
     try:
         buffers = [as_bytes(allocate(SHARD_BYTES)) for _ in range(8)]

@@ -115,6 +115,7 @@ def test_only_the_collectives_use_torch_distributed() -> None:
         return [] if file.relative_to(_PACKAGE).parts == _DISTRIBUTED else _uses_of_distributed(_parse(file))
 
     assert _in_all_files(rule) == []
+    assert _uses_of_distributed(_parse(_PACKAGE.joinpath(*_DISTRIBUTED))), "the exception is for nothing"
 
 
 def test_nothing_that_is_read_becomes_code() -> None:

@@ -4,8 +4,8 @@ Where the device is the CPU, its tier is a bounded part of host memory. NVMe rea
 resident shard is copied into it by the host tier's copying thread: the same calls as the engine's. The way back is
 measured with the same thread. (The engine lets PyTorch copy gradients, with as many threads as that has; on a busy
 machine such a team's pace says more about its neighbours than about memory, and its waiting shows as CPU time.)
-On an accelerator copies run from and to pinned memory on a stream of their own; an event says when each has ended, and
-is polled at the engine's pace.
+On an accelerator copies run from and to pinned memory on a stream for each direction, since links carry both at once;
+an event says when each has ended, and is polled at the engine's pace.
 """
 
 from __future__ import annotations
@@ -86,23 +86,23 @@ class Accelerator(Device):
         self.copies = "pinned copies with events" if device.type == "cuda" else "copies with events"
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._device = device
-        self._stream = torch.Stream(device=device)
+        self._upward, self._downward = torch.Stream(device=device), torch.Stream(device=device)
         # The memory may still be in use by whoever had it before, on the current stream.
         torch.accelerator.synchronize(device)
 
     async def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """As the engine gathers."""
-        await self._copy(source, target)
+        await self._copy(source, target, self._upward)
 
     async def download(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """The same way back."""
-        await self._copy(source, target)
+        """The same way back, on the other stream."""
+        await self._copy(source, target, self._downward)
 
-    async def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        torch.accelerator.set_stream(self._stream)
+    async def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
+        torch.accelerator.set_stream(stream)
         target.copy_(source, non_blocking=True)
         event = torch.Event(device=self._device)
-        event.record(self._stream)
+        event.record(stream)
         cancelled = False
         while not event.query():
             try:

@@ -1,42 +1,75 @@
-"""What is done with open tiers: write and check everything, then time every route at every point, several times.
+"""What is done with open tiers: look for the best settings, check them, then time every route in them, several times.
 
 What makes the figures worth trusting
-    * The bytes are right. At each point the files get new contents, which are read back through the same backend and
-      compared, every byte; and once more after all timed writes. A lost, stale or misplaced block is an error.
+    * The bytes are right. Each setting, before it is first timed, writes new contents into a part of the files and
+      reads them back through itself; the chosen ones do so with all of the files, and all is read once more after all
+      timed writes. Every byte is compared. A lost, stale or misplaced block is an error.
     * The bytes reached the device, as far as it says so: a pass that writes ends with ``fdatasync``, in the measured
       time. Where I/O goes through the page cache, the cache is dropped before each pass that reads, and the report says
       that it is in the way.
     * Blocks are first written before the clock runs, since first writes into fresh extents are slower than all later
-      ones, and a round of requests on every route warms up what is left.
-    * Points and routes are measured in turn, then all again: a disk whose pace drifts by the minute drifts for all.
+      ones; memory is touched; each setting has moved its checked bytes before it is timed.
+    * Settings and routes are measured in turn, then all again, the other way round: a disk whose pace drifts by the
+      minute drifts for all.
     * The time that one pass may take follows from the whole budget; each moves at least one round of requests.
+    * The traffic is the engine's: large requests, cut into blocks by the I/O backend, enough of them outstanding that
+      every worker has a block. Latency is that of a block.
 
 Rejected: the files' size alone to end a pass (a slow disk takes hours, a fast one too little to measure); timing reads
-together with their comparison (that measures the comparison); a fresh file for each point (measures allocation).
+together with their comparison (that measures the comparison); a fresh file for each setting (measures allocation);
+keeping all backends of a sweep open (hundreds of threads and descriptors; opening one costs milliseconds).
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 
-import torch
-
-from infinity.bench.passes import Limit, Sample, run_pass
-from infinity.bench.pattern import Pattern
+from infinity.bench.contents import Contents
+from infinity.bench.figures import Figures, Row, in_order
+from infinity.bench.lab import Lab
+from infinity.bench.memory import MemoryRoute, memory_routes
+from infinity.bench.passes import ALL, Limit, run_pass, run_work
+from infinity.bench.peer import Peer
 from infinity.bench.progress import Display
-from infinity.bench.report import Result
-from infinity.bench.routes import ROUTES, Route, Traffic
+from infinity.bench.results import GB, Result
+from infinity.bench.routes import (
+    BOTH,
+    DEVICE_ROUTES,
+    FILE_ROUTES,
+    READ,
+    ROUTE_NAMES,
+    WRITE,
+    DeviceTraffic,
+    Route,
+    Traffic,
+)
 from infinity.bench.settings import BenchSettings, Point
-from infinity.bench.tiers import Request, Tiers
-from infinity.bench.volumes import Volume, drop_page_cache, still_cached, sync
+from infinity.bench.sweep import DIRECTIONS, Cell, Figure, Sweep, grid
+from infinity.bench.tiers import Tiers
+from infinity.bench.volumes import Channel
+from infinity.config import BackendName
 from infinity.console.formats import format_bytes
 from infinity.console.interrupt import StopRequest
-from infinity.io.completion import call_in_thread
+from infinity.errors import DirectoryError
+from infinity.io.open import Choice
+from infinity.store.nvme import OpenBackend
 
 _FIRST_WRITE_FRACTION = 1 / 16
 """Of the time budget: what is not written by then is left out, unless ``--size`` was given."""
+
+_SWEEP_FRACTION = 0.45
+"""Of the time that is left when the sweep begins."""
+
+_COARSE_FRACTION = 0.6
+"""Of the sweep's time: the coarse part ends by then."""
+
+_NUM_SWEEP_PASSES = 250
+"""A pass of the sweep takes this part of the time budget, within the limits below."""
+
+_SWEEP_PASS_SECONDS = (0.03, 0.25)
+_MEMORY_WEIGHT = 0.25
+"""Memory shows its pace sooner than files: its part of the time of one pass."""
 
 
 class Measurement:
@@ -47,6 +80,8 @@ class Measurement:
         tiers: the tiers.
         display: told what goes on.
         stop: ends the run after the requests in flight.
+        open_backend: opens the I/O backend of one directory.
+        peer: measured beside ours in the last rounds, if any.
         began: ``time.perf_counter()`` when the time budget began to run.
 
     Attributes:
@@ -54,101 +89,199 @@ class Measurement:
     """
 
     def __init__(
-        self, settings: BenchSettings, tiers: Tiers, display: Display, stop: StopRequest, *, began: float
+        self,
+        settings: BenchSettings,
+        tiers: Tiers,
+        display: Display,
+        stop: StopRequest,
+        *,
+        open_backend: OpenBackend,
+        peer: Peer | None,
+        began: float,
     ) -> None:
         self.warnings: list[str] = []
         self._settings = settings
         self._tiers = tiers
         self._display = display
         self._stop = stop
+        self._lab = Lab(tiers, stop, open_backend)
+        self._peer = peer
         self._began = began
-        self._pattern = Pattern(0)
-        self._check_seconds = 0.0
-        self._verified: set[Point] = set()
+        self._contents = Contents(tiers, stop)
+        self._device_traffic = DeviceTraffic(tiers)
+        self._swept, self._final = Figures(), Figures()
+        self._works = memory_routes(tiers.source, tiers.landing)
+        self._sweep: Sweep | None = None
+        self._cells: list[Cell] = []
+        self._is_slow = False
+        self._refusals: list[str] = []
+        self._peer_seconds = 0.0
+        fastest, slowest = _SWEEP_PASS_SECONDS
+        self._sweep_pass_seconds = min(slowest, max(fastest, settings.budget_seconds / _NUM_SWEEP_PASSES))
 
     async def run(self) -> list[Result]:
-        """Write, check and measure.
+        """Write, look for the best settings, check and measure.
 
         Returns:
-            The results in the order of routes and points.
+            The results, routes in the order in which they are shown; of a route, those in the chosen settings first.
 
         Raises:
             InterruptedRunError: ``stop`` was asked.
             MismatchError: what came back is not what was written.
+            DirectoryError: no I/O backend works in every directory.
             StorageError: a transfer failed.
         """
-        points, repeats = self._settings.points, self._settings.num_repeats
         self._display.stage("writing and checking")
-        self._display.expect(len(points) + (1 + repeats) * len(points) * len(ROUTES) + 1)
-        await self._write_first()
-        traffics = [Traffic(self._tiers, point) for point in points]
-        for generation, traffic in enumerate(traffics, start=1):
-            self._display.step(f"checking {traffic.point}")
-            await self._rewrite(generation, traffic)
-            await self._check(traffic)
-        self._display.stage(f"measuring {len(ROUTES)} routes at {len(points)} points, up to {repeats} times each")
-        await self._round(traffics, 0.0, name="warm-up")
-        samples = await self._repeat(traffics)
+        backends = await self._write_first()
+        if self._settings.points:
+            cells = [Cell(backend, point) for point in self._settings.points for backend in backends]
+        else:
+            cells = await self._find_cells(backends)
+        self._cells = cells
+        self._display.stage(f"checking the chosen {'setting' if len(cells) == 1 else f'{len(cells)} settings'}")
+        for cell in cells:
+            self._display.step(f"checking {cell}")
+            async with self._lab.open(cell) as channel:
+                await self._contents.verify_all(channel, self._lab.traffic(cell))
+        for work in self._works:  # a first time imports and compiles: not out of the time of the passes
+            await run_work(work.name, work.start, 0.0, self._stop)
+        self._display.stage(
+            f"measuring all routes in {', '.join(map(str, cells))}, up to {self._settings.num_repeats} times"
+        )
+        await self._repeat(cells)
         self._display.stage("checking what the timed passes wrote")
-        await self._check(traffics[-1])
+        async with self._lab.open(cells[0]) as channel:
+            await self._contents.check_all(channel, self._lab.traffic(cells[0]))
+        return in_order(self._final, self._swept, (*ROUTE_NAMES, *(work.name for work in self._works)))
+
+    def choices(self) -> list[Choice]:
+        """For each directory the backend of the first chosen setting, and what became of all that were tried."""
         return [
-            self._result(route, traffic, samples[route, index])
-            for route in ROUTES
-            for index, traffic in enumerate(traffics)
+            Choice(
+                choice.name,
+                choice.direct,
+                (
+                    *(reason for choices in self._lab.choices.values() for reason in choices[index].reasons),
+                    *self._refusals,
+                ),
+            )
+            for index, choice in enumerate(self._lab.choices[self._cells[0].backend])
         ]
 
-    async def _write_first(self) -> None:
-        """Make the files' blocks, and find out how much this disk can write in a fraction of the time."""
-        traffic = Traffic(self._tiers, self._settings.points[0])
-        num_requests, num_volumes = len(traffic.requests), len(self._tiers.volumes)
-        block_bytes = traffic.point.block_bytes
-        least_bytes = max(point.round_bytes for point in self._settings.points)
-        limit = Limit(num_requests)
+    # Before anything is timed.
+
+    async def _write_first(self) -> list[BackendName]:
+        """Make the files' blocks with the first backend that works, and find out which others do."""
+        working: list[BackendName] = []
+        refusal: DirectoryError | None = None
+        await self._contents.make()
+        for backend in self._settings.backends:
+            point = self._settings.points[0] if self._settings.points else grid(self._tiers.share_bytes)[-1]
+            cell = Cell(backend, point)
+            try:
+                async with self._lab.open(cell) as channel:
+                    if not working:
+                        await self._write_blocks(channel, self._lab.traffic(cell))
+                    working.append(backend)
+            except DirectoryError as error:
+                self._refusals.append(f"{backend}: {error.message}")
+                refusal = error
+        if not working:
+            assert refusal is not None
+            raise refusal
+        return working
+
+    async def _write_blocks(self, channel: Channel, traffic: Traffic) -> None:
+        """The first write, of what this disk can write in a fraction of the time."""
+        share_bytes = self._tiers.share_bytes
+        await channel.preallocate(share_bytes)
+        limit = ALL
         if self._settings.size is None:
-            seconds = self._settings.budget_seconds * _FIRST_WRITE_FRACTION
-            limit = Limit(num_requests, seconds, -(-least_bytes // block_bytes) * num_volumes)
-        await self._tiers.fill_source(self._pattern)
-        sample = await run_pass([traffic.once(Request.write)], limit, self._stop, self._sync)
-        [num_written] = sample.lane_requests
-        if num_written < num_requests:
-            self._tiers.share_bytes = num_written // num_volumes * block_bytes
+            least_bytes = max((point.round_bytes for point in self._settings.points), default=0)
+            num_requests = -(-least_bytes // traffic.request_bytes)
+            limit = Limit(self._settings.budget_seconds * _FIRST_WRITE_FRACTION, num_requests, together=False)
+        sample = await run_pass(traffic.write_window(channel, 0, share_bytes), limit, self._stop, channel.sync)
+        least_written_bytes = min(share_bytes, min(sample.num_requests) * traffic.request_bytes)
+        self._lab.cut(least_written_bytes, int(least_written_bytes / sample.seconds * self._sweep_pass_seconds / 2))
+        if least_written_bytes < share_bytes:
+            self._is_slow = True
             self._display.say(
                 f"{format_bytes(self._tiers.size_bytes)} are measured with: more would take too long to write here "
                 "(--size decides otherwise)"
             )
-        for volume in self._tiers.volumes:
-            if not volume.backend.direct:
-                await self._warn_of_page_cache(volume)
+        if not channel.direct:
+            await self._warn_of_page_cache(channel)
 
-    async def _rewrite(self, generation: int, traffic: Traffic) -> None:
-        self._pattern = Pattern(generation)
-        await self._tiers.fill_source(self._pattern)
-        await run_pass([traffic.once(Request.write)], Limit(len(traffic.requests)), self._stop, self._sync)
+    async def _warn_of_page_cache(self, channel: Channel) -> None:
+        await channel.drop_page_cache()
+        cached = await channel.still_cached(self._tiers.share_bytes)
+        for volume, choice in zip(channel.volumes, channel.choices, strict=True):
+            if volume in cached:
+                end = "and some of it cannot be dropped: reads come from memory"
+            else:
+                end = "though it is dropped before each pass that reads; it costs copies and CPU time"
+            if not choice.direct:
+                self._warn(f"{volume.path}: no direct I/O here, the page cache is in the way, {end}")
 
-    async def _check(self, traffic: Traffic) -> None:
-        """Read everything back and compare; and a round of it by way of the device."""
-        began = time.perf_counter()
-        await self._drop_page_cache()
+    # The sweep.
 
-        async def compare(request: Request, place: torch.Tensor, source: str) -> None:
-            got, volume = place.numpy(), request.volume
-            check = functools.partial(self._pattern.check, path=volume.file.path, source=source)
-            await call_in_thread(lambda: check(got, volume.index, request.offset))
+    async def _find_cells(self, backends: Sequence[BackendName]) -> list[Cell]:
+        """Sweep until the time for it is over; the chosen cells, the one to train with first."""
+        self._sweep = sweep = Sweep(backends, grid(self._tiers.share_bytes))
+        began = self._seconds_gone()
+        ends = began + max(0.0, self._settings.budget_seconds - began) * _SWEEP_FRACTION
+        coarse_ends = began + (ends - began) * _COARSE_FRACTION
+        self._display.stage(f"looking for the best of {', '.join(backends)}, block sizes and queue depths")
+        for cell in sweep.anchors():
+            await self._visit(sweep, cell)
+        cells = sweep.coarse()
+        num_visited = 0
+        for cell in (*cells, *reversed(cells)):
+            if self._seconds_gone() > coarse_ends:
+                break
+            await self._visit(sweep, cell)
+            num_visited += 1
+        if num_visited < len(cells):
+            self._display.say(
+                f"{len(cells) - num_visited} of {len(cells)} coarse settings did not fit into the time (--time)"
+            )
+        while self._seconds_gone() < ends:
+            for cell in sweep.refine():
+                await self._visit(sweep, cell)
+                if self._seconds_gone() > ends:
+                    break
+        self._display.say(self._best_words(sweep))
+        few = self._settings.quick or self._is_slow
+        return sweep.finalists(2 if few else 4)
 
-        lane = traffic.once(lambda request: traffic.check_file(request, functools.partial(compare, request)))
-        await run_pass([lane], Limit(len(traffic.requests)), self._stop)
-        lane = traffic.once(lambda request: traffic.check_device(request, functools.partial(compare, request)))
-        await run_pass([lane], Limit(min(lane.depth, len(traffic.requests))), self._stop)
-        self._check_seconds = time.perf_counter() - began
-        self._verified.add(traffic.point)
+    async def _visit(self, sweep: Sweep, cell: Cell) -> None:
+        """Check a cell if it is new, then time it in both directions."""
+        async with self._lab.open(cell) as channel:
+            if cell not in sweep.cells:
+                self._display.step(f"checking {cell}")
+                await self._contents.verify_window(channel, self._lab.traffic(cell))
+            self._display.step(f"trying {cell}")
+            for direction, route in zip(DIRECTIONS, (READ, WRITE), strict=True):
+                sample = await self._lab.time(channel, cell, route, self._sweep_pass_seconds)
+                self._swept.add(self._lab.row(cell, route), sample)
+                run = sample.as_run()
+                figure = Figure(run.num_bytes / run.seconds / GB, run.cpu_seconds / run.num_bytes * GB)
+                sweep.add(cell, direction, figure)
+        self._display.best(self._best_words(sweep))
 
-    async def _repeat(self, traffics: Sequence[Traffic]) -> dict[tuple[Route, int], list[Sample]]:
+    @staticmethod
+    def _best_words(sweep: Sweep) -> str:
+        best = {direction: sweep.best(direction) for direction in DIRECTIONS}
+        figures = (f"{name} {sweep.gb_s(cell, name):.2f} GB/s ({cell})" for name, cell in best.items())
+        return "best so far: " + ", ".join(figures)
+
+    # All routes in the chosen cells.
+
+    async def _repeat(self, cells: Sequence[Cell]) -> None:
         """Measure everything in turn, again and again, within the time budget."""
-        samples: dict[tuple[Route, int], list[Sample]] = {
-            (route, index): [] for route in ROUTES for index in range(len(traffics))
-        }
-        repeats = self._settings.num_repeats
-        units = sum(route.weight for route in ROUTES) * len(traffics)
+        repeats, volumes = self._settings.num_repeats, self._tiers.volumes
+        num_passes = len(cells) * len(FILE_ROUTES) + (2 * len(volumes) if len(volumes) > 1 else 0)
+        units = num_passes + (len(DEVICE_ROUTES) + len(self._works)) * _MEMORY_WEIGHT
         seconds = max(0.0, self._seconds_left()) / (units * repeats)
         for repeat in range(repeats):
             if repeat and self._seconds_left() < 0:
@@ -156,56 +289,76 @@ class Measurement:
                     f"only {repeat} of {repeats} repeats fitted into the time: a larger --time gives steadier figures"
                 )
                 break
-            for key, sample in (await self._round(traffics, seconds, name=f"{repeat + 1} of {repeats}")).items():
-                samples[key].append(sample)
-        return samples
+            name = f"{repeat + 1} of {repeats}"
+            await self._measure_peer(cells, seconds, name)
+            for cell in cells if repeat % 2 == 0 else cells[::-1]:
+                await self._measure_cell(cell, seconds, name, each_alone=cell == cells[0] and len(volumes) > 1)
+            await self._measure_device(seconds * _MEMORY_WEIGHT, name)
+            for work in self._works:
+                await self._measure_memory(work, seconds * _MEMORY_WEIGHT, name)
 
-    async def _round(
-        self, traffics: Sequence[Traffic], seconds: float, *, name: str
-    ) -> dict[tuple[Route, int], Sample]:
-        """Every route at every point once, each for about ``seconds`` times its weight."""
-        samples = {}
-        for index, traffic in enumerate(traffics):
-            for route in ROUTES:
-                self._display.step(f"{route.name}, {traffic.point}, {name}")
-                if route.reads:
-                    await self._drop_page_cache()
-                limit = Limit(len(traffic.requests), seconds * route.weight)
-                finish = self._sync if route.writes else None
-                samples[route, index] = await run_pass(traffic.lanes(route), limit, self._stop, finish)
-        return samples
+    async def _measure_cell(self, cell: Cell, seconds: float, name: str, *, each_alone: bool) -> None:
+        """All routes to and from files; each directory alone as well."""
+        async with self._lab.open(cell) as channel:
+            for route in FILE_ROUTES:
+                self._display.step(f"{route.name}, {cell}, {name}")
+                self._final.add(self._lab.row(cell, route), await self._lab.time(channel, cell, route, seconds))
+            for volume in self._tiers.volumes if each_alone else ():
+                for route in (READ, WRITE):
+                    self._display.step(f"{route.name}, {volume.path} alone, {cell}, {name}")
+                    sample = await self._lab.time(channel, cell, route, seconds, [volume])
+                    self._final.add(self._lab.row(cell, route, volume), sample)
 
-    async def _warn_of_page_cache(self, volume: Volume) -> None:
-        await drop_page_cache([volume])
-        if await still_cached(volume, self._tiers.share_bytes):
-            end = "and some of it cannot be dropped: reads come from memory"
-        else:
-            end = "though it is dropped before each pass that reads; it costs copies and CPU time"
-        self._warn(f"{volume.path}: no direct I/O here, the page cache is in the way, {end}")
+    async def _measure_device(self, seconds: float, name: str) -> None:
+        traffic, device = self._device_traffic, self._tiers.device
+        for route in DEVICE_ROUTES:
+            self._display.step(f"{route.name}, {name}")
+            sample = await run_pass(traffic.lanes(route), Limit(seconds), self._stop)
+            size_bytes = device.memory.numel()
+            row = Row(route.name, device.copies, traffic.copy_bytes, traffic.depth, size_bytes, verified=True)
+            self._final.add(row, sample)
+
+    async def _measure_memory(self, work: MemoryRoute, seconds: float, name: str) -> None:
+        self._display.step(f"{work.name}, {name}")
+        sample = await run_work(work.name, work.start, seconds, self._stop)
+        self._final.add(Row(work.name, work.words, work.piece_bytes, 1, work.size_bytes), sample)
+
+    async def _measure_peer(self, cells: Sequence[Cell], seconds: float, name: str) -> None:
+        """The peer overwrites the files; what belongs there is put back before ours go on."""
+        if self._peer is None:
+            return
+        began = self._seconds_gone()
+        for volume in self._tiers.volumes:
+            path = str(volume.path) if len(self._tiers.volumes) > 1 else None
+            for route, points in self._peer_points(cells).items():
+                for point in points:
+                    self._display.step(f"{self._peer.name}: {route.name}, {point}, {name}")
+                    for row, run in await self._peer.measure(
+                        volume.file, route.name, point, self._tiers.share_bytes, seconds, self._stop
+                    ):
+                        self._final.add_peer(row.at(path), run, run.latency)
+        async with self._lab.open(cells[0]) as channel:
+            await self._contents.restore(channel, self._lab.traffic(cells[0]))
+        self._peer_seconds += self._seconds_gone() - began
+        self._display.extend(self._seconds_gone() - began)
+        for warning in self._peer.new_warnings():
+            self._warn(warning)
+
+    def _peer_points(self, cells: Sequence[Cell]) -> dict[Route, list[Point]]:
+        """Where our best figures of each route are from; all points that were asked for."""
+        if self._sweep is None:
+            return {route: list(dict.fromkeys(cell.point for cell in cells)) for route in (READ, WRITE, BOTH)}
+        best = {READ: self._sweep.best("read"), WRITE: self._sweep.best("write"), BOTH: cells[0]}
+        return {route: [cell.point] for route, cell in best.items()}
 
     def _warn(self, message: str) -> None:
         self.warnings.append(message)
         self._display.warn(message)
 
-    async def _sync(self) -> None:
-        await sync(self._tiers.volumes)
-
-    async def _drop_page_cache(self) -> None:
-        await drop_page_cache(self._tiers.volumes)
+    def _seconds_gone(self) -> float:
+        return time.perf_counter() - self._began
 
     def _seconds_left(self) -> float:
-        """What is left of the time budget when the last check will have been done."""
-        return self._settings.budget_seconds - self._check_seconds - (time.perf_counter() - self._began)
-
-    def _result(self, route: Route, traffic: Traffic, samples: Sequence[Sample]) -> Result:
-        tiers = self._tiers
-        names = sorted({volume.choice.name for volume in tiers.volumes})
-        return Result(
-            route=route,
-            backend="+".join(names) if route.uses_files else tiers.device.copies,
-            point=traffic.point,
-            depth=traffic.depth(route),
-            size_bytes=tiers.size_bytes,
-            samples=samples,
-            verified=traffic.point in self._verified,
-        )
+        """What is left of our own time when the last check will have been done."""
+        own_seconds = self._seconds_gone() - self._peer_seconds
+        return self._settings.budget_seconds - self._contents.check_seconds - own_seconds

@@ -6,7 +6,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from infinity.bench.results import Run
 from infinity.console.interrupt import StopRequest
+from infinity.io.completion import call_in_thread
+from infinity.io.latency import LatencyHistogram
 from infinity.io.tasks import gather_all
 
 
@@ -16,30 +19,38 @@ class InterruptedRunError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One direction of a pass.
+    """One direction of a pass, on one device.
 
     Attributes:
+        direction: its name; lanes of one direction are counted together.
         depth: requests in flight.
+        max_requests: most of them in one pass.
         move: moves the next request, in any number at once; the bytes it moved.
     """
 
+    direction: str
     depth: int
+    max_requests: int
     move: Callable[[], Awaitable[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """When a pass ends: when a lane has begun ``max_requests``, or the time is up, but not before ``min_requests``.
+    """When a pass ends: when a lane is through, or the time is up, but not before each lane has begun so many requests.
 
     Attributes:
-        max_requests: most requests of one lane.
         seconds: how long requests are begun.
         min_requests: fewest requests of each lane; by default as many as are in flight at once.
+        together: a lane that is through ends the pass, since the others would go on alone; else each goes to its end.
     """
 
-    max_requests: int
     seconds: float = float("inf")
     min_requests: int = 0
+    together: bool = True
+
+
+ALL = Limit(together=False)
+"""Every lane to its end."""
 
 
 @dataclass(slots=True)
@@ -47,33 +58,29 @@ class Sample:
     """What one pass moved and took.
 
     Attributes:
-        lane_bytes: bytes moved by each lane.
-        lane_requests: requests of each lane.
+        direction_bytes: bytes moved, by direction.
+        num_requests: of each lane.
         seconds: from the first request to the end of the last, and of ``finish``.
         cpu_seconds: CPU time of the whole process meanwhile.
-        latencies_seconds: of each request, from the call to its return.
+        latency: how long the pieces took that the bytes went in: a call or a copy.
     """
 
-    lane_bytes: list[int]
-    lane_requests: list[int]
+    direction_bytes: dict[str, int] = field(default_factory=dict)
+    num_requests: list[int] = field(default_factory=list)
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    latencies_seconds: list[float] = field(default_factory=list)
+    latency: LatencyHistogram = field(default_factory=LatencyHistogram)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes moved by all lanes."""
-        return sum(self.lane_bytes)
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Of all lanes together."""
-        return self.num_bytes / self.seconds
+    def as_run(self) -> Run:
+        """The figures that are kept."""
+        num_bytes = sum(self.direction_bytes.values())
+        each = self.direction_bytes if len(self.direction_bytes) > 1 else {}
+        return Run(num_bytes, self.seconds, self.cpu_seconds, dict(each))
 
 
 class _Pass:
     def __init__(self, lanes: Sequence[Lane], limit: Limit, stop: StopRequest) -> None:
-        self.sample = Sample([0] * len(lanes), [0] * len(lanes))
+        self.sample = Sample({lane.direction: 0 for lane in lanes}, [0] * len(lanes))
         self._lanes = lanes
         self._limit = limit
         self._stop = stop
@@ -86,11 +93,11 @@ class _Pass:
         lane, sample = self._lanes[index], self.sample
         try:
             while self._may_begin(index):
-                sample.lane_requests[index] += 1
+                sample.num_requests[index] += 1
                 began = time.perf_counter()
                 num_bytes = await lane.move()
-                sample.latencies_seconds.append(time.perf_counter() - began)
-                sample.lane_bytes[index] += num_bytes
+                sample.latency.add(time.perf_counter() - began)
+                sample.direction_bytes[lane.direction] += num_bytes
         except BaseException:
             self._failed = True
             raise
@@ -98,10 +105,10 @@ class _Pass:
     def _may_begin(self, index: int) -> bool:
         if self._stop:
             raise InterruptedRunError
-        num_begun = self.sample.lane_requests[index]
-        if num_begun >= self._limit.max_requests:
-            self._ended = True  # else the other lane would go on alone
-        if self._failed or num_begun >= self._limit.max_requests:
+        num_begun, most = self.sample.num_requests[index], self._lanes[index].max_requests
+        if num_begun >= most:
+            self._ended |= self._limit.together
+        if self._failed or num_begun >= most:
             return False
         if num_begun < max(self._limit.min_requests, self._lanes[index].depth):
             return True
@@ -119,6 +126,9 @@ async def run_pass(
         stop: ends the pass after the requests in flight.
         finish: awaited once all requests have ended, as part of the pass.
 
+    Returns:
+        What was moved; the latencies are those of requests.
+
     Raises:
         InterruptedRunError: ``stop`` was asked; nothing is in flight.
         StorageError: a request failed; nothing is in flight.
@@ -131,4 +141,38 @@ async def run_pass(
     sample = current.sample
     sample.seconds = time.perf_counter() - began
     sample.cpu_seconds = time.process_time() - cpu_began
+    return sample
+
+
+async def run_work(name: str, start: Callable[[], Callable[[], int]], seconds: float, stop: StopRequest) -> Sample:
+    """Repeat a computation on a thread of its own, as the engine has one for each kind of work.
+
+    Args:
+        name: of the direction.
+        start: makes what does one piece and returns the bytes it went through. That is called once before the clock
+            runs: the thread's pool of helpers is made then.
+        seconds: how long pieces are begun; one is done in any case.
+        stop: ends the pass after the piece in progress.
+
+    Raises:
+        InterruptedRunError: ``stop`` was asked.
+    """
+    sample = Sample({name: 0}, [0])
+
+    def repeat() -> None:
+        work = start()
+        work()
+        began, cpu_began = time.perf_counter(), time.process_time()
+        now = began
+        while not stop and (now < began + seconds or not sample.num_requests[0]):
+            sample.direction_bytes[name] += work()
+            sample.num_requests[0] += 1
+            before, now = now, time.perf_counter()
+            sample.latency.add(now - before)
+        sample.seconds = now - began
+        sample.cpu_seconds = time.process_time() - cpu_began
+
+    await call_in_thread(repeat)
+    if stop:
+        raise InterruptedRunError
     return sample

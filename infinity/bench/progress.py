@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
+
+from infinity.console.formats import format_seconds
+
+
+class _TimeLeft(ProgressColumn):
+    """Of the time that the benchmark means to take."""
+
+    def render(self, task: Task) -> Text:
+        """The time, or that the last passes are running."""
+        left = (task.total or 0.0) - (time.perf_counter() - task.fields["began"])
+        return Text(f"{format_seconds(left)} left" if left > 0 else "nearly done", style="cyan")
 
 
 class Display:
@@ -13,21 +26,25 @@ class Display:
 
     Args:
         console: where a person looks.
+        began: ``time.perf_counter()`` when the time began to run.
+        budget_seconds: how long it is meant to take.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, began: float, budget_seconds: float) -> None:
         self._console = console
+        self._began = began
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TimeElapsedColumn(),
+            BarColumn(bar_width=20),
+            _TimeLeft(),
+            TextColumn("{task.fields[best]}", markup=False, style="green"),
             console=console,
             transient=True,
             refresh_per_second=5,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("opening", total=None)
+        self._task = self._progress.add_task("opening", total=budget_seconds, best="", began=began)
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -48,14 +65,18 @@ class Display:
 
     def stage(self, name: str) -> None:
         """A stage begins: it gets a line of its own where nothing is redrawn."""
-        self._progress.update(self._task, description=name)
+        self.step(name)
         if not self._console.is_terminal:
             self.say(name)
 
-    def expect(self, num_steps: int) -> None:
-        """So many steps are to come in all."""
-        self._progress.update(self._task, total=num_steps)
-
     def step(self, name: str) -> None:
-        """The next step begins."""
-        self._progress.update(self._task, description=name, advance=1)
+        """What is measured now."""
+        self._progress.update(self._task, description=name, completed=time.perf_counter() - self._began)
+
+    def best(self, words: str) -> None:
+        """The best that was found so far; a line of its own where nothing is redrawn."""
+        self._progress.update(self._task, best=words)
+
+    def extend(self, seconds: float) -> None:
+        """It will take so much longer than was meant."""
+        self._progress.update(self._task, total=(self._progress.tasks[0].total or 0.0) + seconds)

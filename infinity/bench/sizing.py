@@ -6,16 +6,53 @@ import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.bench.settings import BenchSettings
+from infinity.bench.settings import BenchSettings, Point
+from infinity.bench.sweep import grid
 from infinity.console.formats import format_bytes
 from infinity.errors import BudgetError, ConfigError, DiskFullError
 from infinity.io.memory import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 from infinity.store.directory import JobDirectory
 from infinity.store.nvme import MARGIN_BYTES
 
-_MAX_RING_BYTES = 256 << 20
+_RING_BYTES, _QUICK_RING_BYTES = 256 << 20, 128 << 20
+MAX_REQUEST_BYTES = 32 << 20
+"""Of a request; a block may be larger."""
+
+_LEAST_SWEEP_BYTES = 2 << 20
 _AUTO_FRACTION = 4
 """Without ``--size``, at most this part of what is free is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """How traffic is cut into requests: large ones, as the engine's, of which the I/O backend cuts blocks.
+
+    Attributes:
+        request_bytes: size of a request.
+        num_requests: how many per directory are outstanding, so that no worker of the backend is ever without a block.
+    """
+
+    request_bytes: int
+    num_requests: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all requests of a directory."""
+        return self.request_bytes * self.num_requests
+
+
+def plan_flight(point: Point, share_bytes: int, largest_bytes: int = MAX_REQUEST_BYTES) -> Flight:
+    """Cut the traffic of one directory.
+
+    Args:
+        point: block size and queue depth.
+        share_bytes: size of the file, which is to be at least a few requests.
+        largest_bytes: of a request; a block is the least.
+    """
+    block_bytes = point.block_bytes
+    wanted_bytes = min(largest_bytes, share_bytes // 8)
+    request_bytes = max(1, wanted_bytes // block_bytes) * block_bytes
+    return Flight(request_bytes, -(-point.round_bytes // request_bytes) + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +89,19 @@ def plan_sizes(settings: BenchSettings, directories: Sequence[JobDirectory], ava
         available_bytes: host memory that can be had without hurting others.
 
     Raises:
-        ConfigError: ``--size`` is less than one round of requests.
+        ConfigError: ``--size`` is too little to measure with.
         DiskFullError: a file system has too little room for ``--size``, or for one round of requests.
         BudgetError: the same for host memory.
     """
     num = len(directories)
-    least = _sizes(settings, num, max(point.round_bytes for point in settings.points))
+    least = _sizes(settings, num, max((point.round_bytes for point in settings.points), default=_LEAST_SWEEP_BYTES))
     if settings.size is not None:
         wanted = _sizes(settings, num, round_up(-(-settings.size // num), PAGE_BYTES))
         if wanted.share_bytes < least.share_bytes:
             raise ConfigError(
-                f"--size: expected at least one round of the largest of --points, {format_bytes(least.share_bytes)} in "
-                f"each of {num} directories, got {format_bytes(settings.size)}; give more, or smaller --points"
+                f"--size: expected at least {format_bytes(least.share_bytes)} in each of {num} directories"
+                f"{', one round of the largest of --points' if settings.points else ''}, got "
+                f"{format_bytes(settings.size)}; give more{', or smaller --points' if settings.points else ''}"
             )
         _check_disks(directories, wanted)
         _check_memory(wanted, available_bytes)
@@ -81,8 +119,12 @@ def plan_sizes(settings: BenchSettings, directories: Sequence[JobDirectory], ava
 
 def _sizes(settings: BenchSettings, num_directories: int, share_bytes: int) -> Sizes:
     total_bytes = share_bytes * num_directories
-    round_bytes = max(point.round_bytes for point in settings.points) * num_directories
-    return Sizes(share_bytes, max(round_bytes, min(total_bytes, _MAX_RING_BYTES)), num_directories)
+    points = settings.points or grid(share_bytes)
+    flight_bytes = max(plan_flight(point, share_bytes).num_bytes for point in points) * num_directories
+    ring_bytes = round_up(
+        max(flight_bytes, min(total_bytes, _QUICK_RING_BYTES if settings.quick else _RING_BYTES)), PAGE_BYTES
+    )
+    return Sizes(share_bytes, ring_bytes, num_directories)
 
 
 def _free_share_bytes(directories: Sequence[JobDirectory], directory: JobDirectory) -> int:

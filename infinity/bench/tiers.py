@@ -1,63 +1,22 @@
-"""The three tiers, opened as the engine opens them, and the memory that requests use."""
+"""The three tiers, and the memory that requests use."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from infinity.bench.device import Device, open_device
 from infinity.bench.pattern import Pattern
-from infinity.bench.settings import BenchSettings
 from infinity.bench.sizing import Sizes
-from infinity.bench.volumes import Volume, open_volumes
+from infinity.bench.volumes import Volume
 from infinity.io.backend import Priority
 from infinity.io.completion import call_in_thread
-from infinity.io.memory import as_bytes
-from infinity.store.directory import JobDirectory
 from infinity.store.host import HostTier
-from infinity.store.nvme import OpenBackend
 from infinity.store.pool import Lease
 from infinity.store.shard import ShardKey
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A piece of a file, and of the memory it is written from.
-
-    Attributes:
-        volume: whose file.
-        offset: byte offset in the file.
-        source: ``uint8``, shape ``(n,)``: what belongs there.
-    """
-
-    volume: Volume
-    offset: int
-    source: torch.Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the piece."""
-        return self.source.numel()
-
-    async def read_into(self, target: torch.Tensor) -> None:
-        """Read the piece into host memory of its size.
-
-        Raises:
-            StorageError: the read failed.
-        """
-        await self.volume.backend.read_into(self.volume.file, self.offset, as_bytes(target))
-
-    async def write(self) -> None:
-        """Write the piece from its source.
-
-        Raises:
-            StorageError: the write failed.
-        """
-        await self.volume.backend.write_from(self.volume.file, self.offset, as_bytes(self.source))
 
 
 class Ring:
@@ -110,44 +69,25 @@ class Tiers:
         """Used bytes of all files."""
         return self.share_bytes * len(self.volumes)
 
-    def requests(self, block_bytes: int) -> list[Request]:
-        """All files cut into requests, from each file one in turn."""
-        return [
-            Request(volume, offset, self.source_of(volume)[offset : min(offset + block_bytes, self.share_bytes)])
-            for offset in range(0, self.share_bytes, block_bytes)
-            for volume in self.volumes
-        ]
-
     def source_of(self, volume: Volume) -> torch.Tensor:
         """What belongs into a file."""
         start = volume.index * self._source_bytes_each
-        return self.source[start : start + self._source_bytes_each]
+        return self.source[start : start + self.share_bytes]
 
-    async def fill_source(self, pattern: Pattern) -> None:
-        """Make ``source`` hold the pattern."""
+    async def fill_source(self, pattern: Pattern, start: int = 0, stop: int | None = None) -> None:
+        """Make ``source`` hold the pattern, or these bytes of each file's part."""
 
         def fill() -> None:
             for volume in self.volumes:
-                pattern.fill(self.source_of(volume)[: self.share_bytes].numpy(), volume.index, 0)
+                pattern.fill(self.source_of(volume)[start:stop].numpy(), volume.index, start)
 
         await call_in_thread(fill)
 
 
 @contextlib.asynccontextmanager
-async def open_tiers(
-    settings: BenchSettings,
-    directories: Sequence[JobDirectory],
-    sizes: Sizes,
-    device: torch.device,
-    open_backend: OpenBackend,
-) -> AsyncIterator[Tiers]:
-    """Open files, host memory and device memory, and close them all.
-
-    Raises:
-        StorageError: as ``open_volumes``.
-    """
+async def open_tiers(volumes: Sequence[Volume], sizes: Sizes, device: torch.device) -> AsyncIterator[Tiers]:
+    """Take host memory and device memory, and give them back."""
     async with contextlib.AsyncExitStack() as stack:
-        volumes = await stack.enter_async_context(open_volumes(settings, directories, sizes.share_bytes, open_backend))
         host = HostTier(
             sizes.total_bytes + sizes.ring_bytes,
             distance=lambda key: 0.0,
@@ -165,6 +105,7 @@ async def open_tiers(
         assert landing is not None
         stack.callback(source.release)
         stack.callback(landing.release)
+        await call_in_thread(landing.tensor.zero_)  # its pages come at the first touch, which is not to be timed
         memory = await call_in_thread(lambda: open_device(device, sizes.ring_bytes, host))
         yield Tiers(volumes, sizes, source.tensor, landing.tensor, memory)
 

@@ -1,4 +1,4 @@
-"""The files that are measured: one in each job directory, as the NVMe tier has them."""
+"""The files that are measured, one in each job directory as the NVMe tier has them, and the backends that open them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.bench.settings import BenchSettings
+import torch
+
+from infinity.bench.settings import Point
+from infinity.config import BackendName
 from infinity.errors import storage_error
-from infinity.io.backend import Backend, File
+from infinity.io.backend import Backend, File, Priority
 from infinity.io.completion import call_in_thread
+from infinity.io.latency import LatencyHistogram
+from infinity.io.memory import as_bytes
 from infinity.io.open import Choice
 from infinity.io.pagecache import is_cached
 from infinity.io.tasks import gather_all
@@ -28,16 +33,109 @@ class Volume:
     Attributes:
         index: its number.
         path: what the user gave.
-        backend: moves the bytes.
-        choice: why this backend.
-        file: the file, preallocated.
+        directory: the job directory.
     """
 
     index: int
     path: Path
+    directory: Path
+
+    @property
+    def file(self) -> Path:
+        """Where the file is."""
+        return self.directory / _FILE_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
     backend: Backend
     choice: Choice
     file: File
+
+
+class Channel:
+    """All files, opened by one backend at one block size and depth; made by ``open_channel``.
+
+    Attributes:
+        volumes: the files.
+        point: block size and depth.
+    """
+
+    def __init__(self, volumes: Sequence[Volume], point: Point, opened: Sequence[_Open]) -> None:
+        self.volumes = volumes
+        self.point = point
+        self._opened = opened
+
+    @property
+    def choices(self) -> list[Choice]:
+        """For each volume what was opened, and why."""
+        return [opened.choice for opened in self._opened]
+
+    @property
+    def direct(self) -> bool:
+        """Whether every file is read and written around the page cache."""
+        return all(opened.backend.direct for opened in self._opened)
+
+    async def read_into(self, volume: Volume, offset: int, target: torch.Tensor) -> None:
+        """Fill host memory from a file. Reading and writing have one priority, as with equals side by side.
+
+        Raises:
+            StorageError: the read failed.
+        """
+        opened = self._opened[volume.index]
+        await opened.backend.read_into(opened.file, offset, as_bytes(target), priority=Priority.DEMAND)
+
+    async def write_from(self, volume: Volume, offset: int, source: torch.Tensor) -> None:
+        """Write host memory to a file.
+
+        Raises:
+            StorageError: the write failed.
+        """
+        opened = self._opened[volume.index]
+        await opened.backend.write_from(opened.file, offset, as_bytes(source), priority=Priority.DEMAND)
+
+    def latency(self) -> LatencyHistogram:
+        """Of all blocks that went through so far."""
+        total = LatencyHistogram()
+        for opened in self._opened:
+            statistics = opened.backend.statistics()
+            total += statistics.read_latency + statistics.write_latency
+        return total
+
+    async def preallocate(self, share_bytes: int) -> None:
+        """Reserve the files' space.
+
+        Raises:
+            DiskFullError: no room.
+            StorageError: any other failure of a system call.
+        """
+        await gather_all(opened.backend.preallocate(opened.file, share_bytes) for opened in self._opened)
+
+    async def sync(self) -> None:
+        """Make all that was written durable.
+
+        Raises:
+            StorageError: the system reported an error.
+        """
+        await gather_all(opened.backend.fsync(opened.file) for opened in self._opened)
+
+    async def drop_page_cache(self) -> None:
+        """Drop clean pages of the files that are read through the page cache; the rest is out of our hands.
+
+        Raises:
+            StorageError: the system reported an error.
+        """
+        for volume, opened in zip(self.volumes, self._opened, strict=True):
+            if not opened.backend.direct:
+                await call_in_thread(lambda path=volume.file: _drop(path))  # type: ignore[misc]
+
+    async def still_cached(self, num_bytes: int) -> list[Volume]:
+        """The volumes of which some of the first bytes are in the page cache, as far as the system says."""
+        return [
+            volume
+            for volume in self.volumes
+            if await call_in_thread(lambda path=volume.file: is_cached(path, num_bytes))  # type: ignore[misc]
+        ]
 
 
 @contextlib.asynccontextmanager
@@ -60,56 +158,25 @@ async def job_directories(paths: Sequence[Path]) -> AsyncIterator[list[JobDirect
 
 
 @contextlib.asynccontextmanager
-async def open_volumes(
-    settings: BenchSettings, directories: Sequence[JobDirectory], share_bytes: int, open_backend: OpenBackend
-) -> AsyncIterator[list[Volume]]:
-    """Open a file of ``share_bytes`` in each directory, with workers for the deepest point.
+async def open_channel(
+    volumes: Sequence[Volume], backend: BackendName, point: Point, open_backend: OpenBackend
+) -> AsyncIterator[Channel]:
+    """Open the file of each volume, making those that are not there, with as many workers as the point is deep.
 
     Raises:
-        DirectoryError: no I/O backend works in a directory.
-        DiskFullError: no room.
+        DirectoryError: the backend does not work in a directory.
         StorageError: any other failure of a system call.
     """
-    volumes: list[Volume] = []
+    opened: list[_Open] = []
     async with contextlib.AsyncExitStack() as stack:
-        for index, (path, directory) in enumerate(zip(settings.nvme, directories, strict=True)):
-            backend, choice = await open_backend(
-                settings.io_backend,
-                directory.path,
-                num_threads=max(2, *(point.depth for point in settings.points)),
-                block_bytes=max(point.block_bytes for point in settings.points),
+        for volume in volumes:
+            made, choice = await open_backend(
+                backend, volume.directory, num_threads=point.depth, block_bytes=point.block_bytes
             )
-            stack.push_async_callback(backend.aclose)
-            file = await backend.open_file(directory.path / _FILE_NAME, create=True)
-            volumes.append(Volume(index, path, backend, choice, file))
-        await gather_all(volume.backend.preallocate(volume.file, share_bytes) for volume in volumes)
-        yield volumes
-
-
-async def sync(volumes: Sequence[Volume]) -> None:
-    """Make all that was written durable.
-
-    Raises:
-        StorageError: the system reported an error.
-    """
-    await gather_all(volume.backend.fsync(volume.file) for volume in volumes)
-
-
-async def drop_page_cache(volumes: Sequence[Volume]) -> None:
-    """Drop the files' clean pages from the page cache where I/O goes through it; the rest is out of our hands.
-
-    Raises:
-        StorageError: the system reported an error.
-    """
-    for volume in volumes:
-        if not volume.backend.direct:
-            path = volume.file.path
-            await call_in_thread(lambda path=path: _drop(path))  # type: ignore[misc]
-
-
-async def still_cached(volume: Volume, num_bytes: int) -> bool | None:
-    """Whether pages of the file's first bytes are in the page cache; ``None`` where the system does not say."""
-    return await call_in_thread(lambda: is_cached(volume.file.path, num_bytes))
+            stack.push_async_callback(made.aclose)
+            new = not await call_in_thread(volume.file.exists)
+            opened.append(_Open(made, choice, await made.open_file(volume.file, create=new)))
+        yield Channel(volumes, point, opened)
 
 
 def _drop(path: Path) -> None:

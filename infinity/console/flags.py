@@ -105,9 +105,10 @@ def _is_list(field: FieldInfo) -> bool:
 
 def _metavar(field: FieldInfo) -> str:
     kinds = list(_kinds(field.annotation))
-    if tuple in kinds:
-        return "DIR[,DIR…]" if Path in kinds else "NAME[,NAME…]"
     if get_origin(field.annotation) is Literal:
         return "|".join(get_args(field.annotation))
-    words = {ByteSize: "SIZE", Path: "PATH", float: "NUMBER", int: "COUNT", str: "NAME"}
-    return next(word for kind, word in words.items() if kind in kinds)
+    several = tuple in kinds
+    path = "DIR" if several else "PATH"
+    words = {ByteSize: "SIZE", Path: path, float: "NUMBER", int: "COUNT", str: "NAME"}
+    word = next((word for kind, word in words.items() if kind in kinds), "VALUE")
+    return f"{word}[,{word}…]" if several else word

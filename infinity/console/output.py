@@ -34,8 +34,13 @@ def check_output(path: Path, flag: str, *, replaced: bool) -> None:
         raise ConfigError(f"{flag}: directory {path.parent} does not exist; create it first")
 
 
-def write_json(document: dict[str, Any], path: Path) -> None:
+def write_json(document: dict[str, Any], path: Path, flag: str = "--json") -> None:
     """Write a document to a file, or to standard output where ``path`` is ``-``.
+
+    Args:
+        document: what to write.
+        path: the file.
+        flag: what the user gave it to.
 
     Raises:
         StorageError: the file cannot be written.
@@ -48,7 +53,7 @@ def write_json(document: dict[str, Any], path: Path) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise storage_error("writing the figures for --json", error, path=path) from error
+        raise storage_error(f"writing the file for {flag}", error, path=path) from error
 
 
 def flag_error(error: ValidationError) -> ConfigError:
