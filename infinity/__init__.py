@@ -1,21 +1,28 @@
 """infinity: train PyTorch models larger than accelerator memory, and larger than RAM."""
 
-from infinity.config import Config
-from infinity.engine.deferred import deferred_init
-from infinity.engine.engine import Engine, initialize
-from infinity.errors import (
-    BudgetError,
-    ConfigError,
-    DirectoryError,
-    DirectoryInUseError,
-    DiskFullError,
-    EngineStateError,
-    InfinityError,
-    ModelError,
-    ShortTransferError,
-    StorageError,
-)
-from infinity.trace import StepStats, TierUsage
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# Looked up when they are first asked for: torch takes seconds to import, which --help and Ctrl-C need not wait for.
+if TYPE_CHECKING:
+    from infinity.config import Config
+    from infinity.engine.deferred import deferred_init
+    from infinity.engine.engine import Engine, initialize
+    from infinity.errors import (
+        BudgetError,
+        ConfigError,
+        DirectoryError,
+        DirectoryInUseError,
+        DiskFullError,
+        EngineStateError,
+        InfinityError,
+        ModelError,
+        ShortTransferError,
+        StorageError,
+    )
+    from infinity.trace import StepStats, TierUsage
 
 __all__ = [
     "BudgetError",
@@ -37,3 +44,33 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "BudgetError": "infinity.errors",
+    "Config": "infinity.config",
+    "ConfigError": "infinity.errors",
+    "DirectoryError": "infinity.errors",
+    "DirectoryInUseError": "infinity.errors",
+    "DiskFullError": "infinity.errors",
+    "Engine": "infinity.engine.engine",
+    "EngineStateError": "infinity.errors",
+    "InfinityError": "infinity.errors",
+    "ModelError": "infinity.errors",
+    "ShortTransferError": "infinity.errors",
+    "StepStats": "infinity.trace",
+    "StorageError": "infinity.errors",
+    "TierUsage": "infinity.trace",
+    "deferred_init": "infinity.engine.deferred",
+    "initialize": "infinity.engine.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,7 +1,8 @@
 """``infinity <command>``, also ``python -m infinity``: joins the commands and says errors in one line.
 
 A command is a package of infinity with a ``cli.py`` that holds a typer callback named ``main``; its line in the list of
-commands is the first line of the package's docstring. Only the command that runs is imported.
+commands is the first line of the package's docstring. Only the command that runs is imported, and with it torch: so an
+interrupt while torch loads, which takes seconds, ends as quietly as one later.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+import infinity
 from infinity.errors import InfinityError
 
 ERROR_EXIT_CODE = 2
+INTERRUPT_EXIT_CODE = 130
+"""What a shell expects of a process that SIGINT ended."""
 
 
 def command_names() -> list[str]:
@@ -39,7 +44,11 @@ def application(chosen: str | None = None) -> typer.Typer:
     )
 
     @app.callback()
-    def infinity() -> None:
+    def root(
+        version: Annotated[
+            bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+        ] = False,
+    ) -> None:
         """Train PyTorch models larger than accelerator memory, and larger than RAM."""
 
     for name in command_names():
@@ -51,13 +60,19 @@ def application(chosen: str | None = None) -> typer.Typer:
     return app
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"infinity {infinity.__version__}")
+        raise typer.Exit
+
+
 def _listed() -> None:
     """Stand for a command that is not the one chosen."""
     raise AssertionError("only the chosen command is called")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0, 2 for errors of use, or what the command says.
+    """Run the command line and exit: 0, 2 for errors, 130 for an interrupt, or what the command or its error says.
 
     Args:
         arguments: what follows the program's name; ``None``: ``sys.argv[1:]``.
@@ -69,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "--debug" in arguments:
             raise
         Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(ERROR_EXIT_CODE)
+        sys.exit(getattr(error, "exit_code", ERROR_EXIT_CODE))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPT_EXIT_CODE)
 
 
 def run_command(name: str) -> None:

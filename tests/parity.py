@@ -11,11 +11,12 @@ parameters after each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import pytest
 import torch
 from pydantic import ByteSize
 from torch import nn
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 import infinity
 from infinity.config import Config
+from infinity.engine import saved
 from infinity.engine.budget import Plan, plan_for
 from infinity.engine.shadow import expected_states
 
@@ -31,6 +33,16 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 CPU = torch.device("cpu")
 ENOUGH: dict[str, Any] = {"device": "cpu", "hbm": "1MiB", "ram": "8MiB"}
 """Room for everything that any of the tiny models has."""
+
+
+@pytest.fixture(autouse=True)
+def tiny_scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For each test of a file that imports it: one thread suffices, and only vectors are small weights."""
+    monkeypatch.setattr(saved, "_SMALL_BYTES", 128)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 class Trainer(Protocol):

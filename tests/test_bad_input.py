@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ByteSize
 from torch import nn
 
 import infinity
@@ -29,8 +30,9 @@ from infinity import (
     DirectoryInUseError,
     DiskFullError,
 )
+from infinity.engine.budget import plan_within
 from infinity.store.directory import JobDirectory
-from parity import ENOUGH, assert_same, smallest
+from parity import CPU, ENOUGH, assert_same, plan_of, smallest
 from parity_models import GPT, WIDTH
 
 
@@ -234,6 +236,48 @@ def test_budgets_too_small_are_refused_and_those_that_the_message_names_do(
                 for micro in range(2):
                     engine.backward(engine(*BATCHES[make_model](2 * seed + micro)).sum())
                 engine.step()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make_model", BATCHES)
+@pytest.mark.parametrize("with_nvme", [True, False])
+def test_no_budget_below_the_smallest_named_does_and_every_larger_one_does(
+    make_model: Callable[[], nn.Module], precision: str, with_nvme: bool, tmp_path: Path
+) -> None:
+    config = Config(**{**ENOUGH, "precision": precision, "nvme": tmp_path if with_nvme else (), "hbm": 1, "ram": 1})
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def refusal(hbm: int, ram: int) -> str | None:
+        given = config.model_copy(update={"hbm": ByteSize(hbm), "ram": ByteSize(ram)})
+        try:
+            plan = plan_within(model, given, CPU, lambda other: plan_of(model, optimizer, other))
+        except BudgetError as error:
+            return str(error).rpartition("would do: ")[2]
+        assert plan.complaints(model, given, CPU) == []
+        return None
+
+    named = refusal(1, 1)
+    assert named is not None
+    hbm, ram = map(int, re.findall(r"=(\d+)", named))
+    assert refusal(hbm - 1, ram) == refusal(hbm, ram - 1) == named
+    for factor in (1, 1.1, 1.5, 2, 3, 7):
+        for wider, longer in ((factor, 1), (1, factor), (factor, factor)):
+            assert refusal(int(hbm * wider), int(ram * longer)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"hbm": 0, "ram": 1}, r"hbm=0B, but .*KiB.*; ram=1B, but"),
+        ({"hbm": 1536}, r"hbm=1\.5KiB, but units in use at the same time need \d+KiB \("),
+        ({"hbm": 1537}, r"hbm=1537B, but"),
+    ],
+)
+def test_sizes_are_shown_as_people_write_them(given: dict[str, int], shown: str, tmp_path: Path) -> None:
+    model = wide()
+    with pytest.raises(BudgetError, match=shown):
+        infinity.initialize(model, torch.optim.AdamW(model.parameters()), {**ENOUGH, "nvme": tmp_path, **given})
 
 
 def budgets_asked_for(make_model: Callable[[], nn.Module], fields: dict[str, Any]) -> dict[str, int] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,12 @@ import infinity
 import parity_models as models
 from accidents import ACCIDENTS, Accident, between_good_steps, two_groups
 from infinity import Config
-from infinity.engine import saved
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.saved import SavedTensors
 from infinity.store.pool import BufferPool
 from parity import ENOUGH, Parity, Trainer
+from parity import tiny_scale as tiny_scale
 from parity_models import GPT, WIDTH
-
-
-@pytest.fixture(autouse=True)
-def _scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Everything is tiny here: one thread suffices, and only vectors are small weights."""
-    monkeypatch.setattr(saved, "_SMALL_BYTES", 128)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,11 @@ from torch import nn
 
 import infinity
 import parity_models as models
-from infinity.engine import saved
 from parity import Parity, Tiered, Trainer, assert_same
+from parity import tiny_scale as tiny_scale
 from parity_models import GPT
 
 Batches = Callable[[int], tuple[torch.Tensor, ...]]
-
-
-@pytest.fixture(autouse=True)
-def _scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Everything is tiny here: one thread suffices, and only vectors are small weights."""
-    monkeypatch.setattr(saved, "_SMALL_BYTES", 128)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def train(batches: Batches, *, num_steps: int = 3, accumulate: int = 1) -> Callable[[Trainer], list[torch.Tensor]]:

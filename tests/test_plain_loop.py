@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,11 @@ from torch.optim import lr_scheduler
 import infinity
 import parity_models as models
 from accidents import ACCIDENTS, Accident, between_good_steps, good_step, momentum, two_groups
-from infinity.engine import saved
 from parity import Parity, Tiered, TieredByUsersOptimizer, Trainer, assert_same, build
+from parity import tiny_scale as tiny_scale
 from parity_models import GPT, Irregular
 
 Scheduler = Callable[[torch.optim.Optimizer], Any]
-
-
-@pytest.fixture(autouse=True)
-def _scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Everything is tiny here: one thread suffices, and only vectors are small weights."""
-    monkeypatch.setattr(saved, "_SMALL_BYTES", 128)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("make_trainer", [Tiered, TieredByUsersOptimizer])

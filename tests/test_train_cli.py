@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import infinity
 import infinity.__main__ as command_line
 from infinity.config import Config
 from infinity.console.flags import given_fields, make_flags
@@ -121,6 +122,54 @@ def test_the_debug_environment_changes_memory_and_not_the_command_line(
     monkeypatch.setenv("INFINITY_DEBUG", "1")
     assert call(["train", "--plain", "--layers", "0"]) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["--version"]) == 0
+    assert capsys.readouterr().out == f"infinity {infinity.__version__}\n"
+
+
+def test_a_run_that_diverges_exits_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    arguments = ["train", "--plain", *TINY, "--steps", "9", "--lr", "1e30", "--warmup", "0", "--eval-every", "0"]
+    assert call([*arguments, "--json", str(figures)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: training diverged: the loss is nan at step ")
+    assert "lower --lr 1e+30 or raise --warmup 0" in error
+    document = json.loads(figures.read_text(), parse_constant=pytest.fail)
+    assert document["losses"][document["diverged_at_step"] - 1] is None
+
+
+@pytest.mark.parametrize("flags", [["--batch", "100000000000000"], ["--batch", "10000000000000000"]])
+def test_a_batch_that_memory_cannot_hold_is_an_error_of_use(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["train", "--plain", *TINY, "--seq", "1000", *flags, "--steps", "1", "--eval-every", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "out of memory" in error
+    assert f"lower --batch {flags[1]}" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("module", ["infinity", "infinity.train"])
+def test_an_interrupt_while_torch_is_imported_ends_quietly(module: str, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    arguments = [*(["train"] if module == "infinity" else []), "--plain"]
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_every_public_name_is_found_where_it_is_said_to_be() -> None:
+    assert infinity.__all__ == sorted(infinity._HOMES, key=infinity.__all__.index)
+    for name in infinity.__all__:
+        assert getattr(infinity, name).__module__ == infinity._HOMES[name]
+        assert name in dir(infinity)
+    with pytest.raises(AttributeError, match="module 'infinity' has no attribute 'initialise'"):
+        infinity.initialise  # noqa: B018
 
 
 def test_without_a_directory_the_command_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:

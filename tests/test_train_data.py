@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,35 @@ def test_every_start_in_the_text_is_drawn() -> None:
 def test_held_out_sequences_are_spread_over_the_text() -> None:
     batches = held_out_batches(TEXT, batch_size=2, seq_length=10, num_batches=2)
     assert [tokens[:, 0].tolist() for tokens, _ in batches] == [[0, 47], [95, 142]]
+
+
+def missing(path: Path) -> Path:
+    return path / "nowhere"
+
+
+def below_a_file(path: Path) -> Path:
+    (path / "file").touch()
+    return path / "file" / "x"
+
+
+def dangling(path: Path) -> Path:
+    (path / "link").symlink_to(path / "gone")
+    return path / "link"
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (missing, r"\S+/nowhere does not exist"),
+        (below_a_file, r"\S+/file/x does not exist, because \S+/file is a file"),
+        (dangling, r"\S+/link is a link to \S+/gone, which does not exist"),
+        (lambda path: Path("/dev/full"), "/dev/full is neither a file nor a directory"),
+        (lambda path: Path("/proc"), "/proc is the kernel's and holds no text"),
+        (lambda path: path / ("x" * 300), r"\S+ cannot be looked at \(File name too long\)"),
+    ],
+)
+def test_a_path_without_text_is_refused_in_one_precise_sentence(
+    make: Callable[[Path], Path], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^--data: {problem}; give a text file or a directory of text files$"):
+        load(make(tmp_path))

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -15,8 +17,9 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.console.interrupt import StopRequest
-from infinity.errors import ConfigError, DirectoryError, DiskFullError
+from infinity.errors import BudgetError, ConfigError, DirectoryError, DiskFullError
 from infinity.trace import StepStats, TierUsage
+from infinity.train.failures import DivergedError
 from infinity.train.model import GPT
 from infinity.train.plain import PlainTrainer
 from infinity.train.report import RunReport
@@ -163,16 +166,85 @@ def test_losses_in_the_document_are_exactly_the_fp32_values(harness: Harness, tm
         assert torch.tensor(loss, dtype=torch.float32).item() == loss
 
 
-def test_a_loss_that_is_no_number_keeps_the_document_valid(harness: Harness, tmp_path: Path) -> None:
-    def poison(_: int) -> None:
+@pytest.mark.parametrize(
+    ("flags", "poisoned_at", "losses", "evals", "step"),
+    [
+        ({"eval_every": 0}, 2, 2, 0, 2),
+        ({"eval_every": 0, "accumulate": 2}, 2, 1, 0, 1),
+        ({"eval_every": 1, "eval_batches": 1}, 1, 0, 1, 0),
+        ({"eval_every": 1, "eval_batches": 1}, 3, 1, 2, 1),
+    ],
+    ids=["loss", "second micro-batch", "first evaluation", "evaluation"],
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_document_valid(
+    flags: dict[str, Any], poisoned_at: int, losses: int, evals: int, step: int, value: float,
+    harness: Harness, tmp_path: Path,
+) -> None:  # fmt: skip
+    def poison(number: int) -> None:
         assert harness.trainer is not None
-        with torch.no_grad():
-            next(harness.trainer.module.parameters()).fill_(float("nan"))
+        if number == poisoned_at:
+            with torch.no_grad():
+                harness.trainer.module.get_parameter("norm.weight").fill_(value)
 
     harness.on_forward = poison
+    figures, weights = tmp_path / "figures.json", tmp_path / "weights.safetensors"
+    with pytest.raises(
+        DivergedError, match=rf"diverged: the loss is (nan|inf) at step {step} of 9; .* not written; low"
+    ):
+        harness.run(json=figures, save=weights, steps=9, **flags)
+    assert not weights.exists()
+    assert harness.trainer is not None
+    assert harness.trainer.closed
+    document = json.loads(figures.read_text(), parse_constant=pytest.fail)
+    assert document["diverged_at_step"] == step
+    assert document["saved"] is None
+    assert len(document["losses"]) == losses
+    assert len(document["eval_losses"]) == evals
+    assert [*document["losses"], *document["eval_losses"]].count(None) == 1
+    assert f"{step} of 9" in harness.printed.getvalue()
+
+
+def test_a_run_that_goes_well_says_so(harness: Harness, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     harness.run(json=file)
-    assert json.loads(file.read_text(), parse_constant=pytest.fail)["losses"] == [None, None, None]
+    assert json.loads(file.read_text())["diverged_at_step"] is None
+
+
+NO_MEMORY = [
+    lambda: torch.empty(1 << 60),
+    lambda: torch.empty((1 << 40, 1 << 40)),
+    lambda: bytearray(1 << 62),
+    lambda: np.empty(1 << 55),
+    lambda: raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")),
+]
+
+
+def raising(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("allocate", NO_MEMORY)
+def test_memory_that_is_not_to_be_had_is_one_error_that_says_what_to_lower(
+    harness: Harness, tmp_path: Path, allocate: Callable[[], object]
+) -> None:
+    harness.on_forward = lambda number: None if number < 3 else void(allocate())
+    nvme = tmp_path / "nvme"
+    with pytest.raises(BudgetError, match=r"out of memory \(.+\): .*lower --batch 2 .*--seq 16 .* or give --recompute"):
+        harness.run(Config(nvme=nvme))
+    assert harness.trainer is not None
+    assert harness.trainer.closed
+    assert not nvme.exists()
+
+
+def void(_: object) -> None:
+    pass
+
+
+def test_an_error_that_is_not_of_memory_stays_what_it_is(harness: Harness) -> None:
+    harness.on_forward = lambda _: raising(RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        harness.run()
 
 
 def test_the_loop_with_tiers_and_without_gives_the_same_losses(harness: Harness, data: Path) -> None:
@@ -322,6 +394,12 @@ def test_results_that_could_not_be_written_are_refused_before_training(
         harness.run(**missing)
     with pytest.raises(ConfigError, match=rf"--{flag}: .* is a directory"):
         harness.run(**directory)
+    assert harness.trainer is None
+
+
+def test_weights_in_a_directory_that_takes_no_files_are_refused_before_training(harness: Harness) -> None:
+    with pytest.raises(ConfigError, match=r"--save: no file can be made in /proc \(.+\); give a path in another dir"):
+        harness.run(save="/proc/weights.safetensors")
     assert harness.trainer is None
 
 

@@ -18,7 +18,7 @@ from infinity.config import Precision
 from infinity.engine.budget import plan_for
 from infinity.engine.partition import lay_out_units
 from infinity.engine.precision import precision_of
-from infinity.engine.unit import GRAD, GRAD_SUM, MASTER, PARAM, PART_ALIGNMENT, SLOT_ALIGNMENT, Unit, UnitState
+from infinity.engine.unit import GRAD, GRAD_SUM, MASTER, PARAM, PART_ALIGNMENT, SLOT_ALIGNMENT, StandIn, Unit, UnitState
 from infinity.engine.wrap import UnitPlan, plan_units
 from parity_models import GPT, WIDTH
 
@@ -272,3 +272,35 @@ def test_what_the_optimizer_does_not_hold_has_only_parameters() -> None:
     assert (weight.stepped, bias.stepped) == (True, False)
     assert bias.state_names == {}
     assert list(weight.state_names) == ["exp_avg", "exp_avg_sq"]
+
+
+def test_placeholders_are_made_once_and_again_only_where_one_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Size] = []
+    real = StandIn.__init__
+
+    def count(stand_in: StandIn, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        made.append(shape)
+        real(stand_in, shape, dtype, device)
+
+    monkeypatch.setattr(StandIn, "__init__", count)
+    model = nn.ModuleDict({"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(2)})
+    (unit,) = lay_out(model)
+    buffer = torch.zeros(unit.num_bytes, dtype=torch.uint8)
+    for _ in range(3):
+        unit.bind(buffer)
+        assert not any(slot.is_away for slot in unit.slots)
+        unit.unbind()
+        assert unit.written_parameter() is None
+        assert all(slot.is_away for slot in unit.slots)
+    assert len(made) == 4
+    with torch.inference_mode():
+        unit.bind(buffer)
+        unit.unbind()
+    assert not any(param.is_inference() for param in model.parameters())
+    bias = model.get_parameter("norm.bias")
+    for write in (lambda: bias.data.zero_(), lambda: setattr(bias, "data", torch.ones(2))):
+        write()
+        assert unit.written_parameter() == "norm.bias"
+        unit.restore()
+        assert unit.written_parameter() is None
+        assert bias.isnan().all()

@@ -27,7 +27,6 @@ from infinity.errors import BudgetError
 from infinity.store.shard import ShardKey
 
 _MAX_SUB_GROUP_BYTES = 256 << 20
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,37 +114,28 @@ class Plan:
         start = max((part.param_bytes + self.shard_bytes(part).get(MASTER, 0) for part in self.parts), default=0)
         return max(step, backward, start) + (upload if uploads else 0)
 
-    def check(self, model: nn.Module, config: Config, device: torch.device, replan: Callable[[Config], Plan]) -> None:
-        """Refuse budgets that cannot train the model.
+    def complaints(self, model: nn.Module, config: Config, device: torch.device) -> list[str]:
+        """Why the budgets of ``config`` cannot train the model divided like this; nothing if they can.
 
         Args:
             model: the user's model.
-            config: for which this plan was made.
+            config: the budgets.
             device: where it trains.
-            replan: makes the plan for other budgets.
-
-        Raises:
-            BudgetError: with the arithmetic and the smallest budgets that would do.
         """
         hbm, units = self.smallest_hbm(model)
         ram = self.smallest_ram(uploads=device.type != "cpu")
         complaints = []
         if hbm > config.hbm:
-            names = " + ".join(f"{unit.name} {_mib(unit.num_bytes)}" for unit in units)
-            complaints.append(f"hbm={_mib(config.hbm)}, but units in use at the same time need {_mib(hbm)} ({names})")
+            names = " + ".join(f"{unit.name} {_size(unit.num_bytes)}" for unit in units)
+            complaints.append(f"hbm={_size(config.hbm)}, but units in use at the same time need {_size(hbm)} ({names})")
         if ram > config.ram:
-            complaints.append(f"ram={_mib(config.ram)}, but {self._ram_arithmetic(ram)}")
+            complaints.append(f"ram={_size(config.ram)}, but {self._ram_arithmetic(ram)}")
         if not config.nvme and self._resident_bytes > config.ram:
             complaints.append(
-                f"ram={_mib(config.ram)} and no nvme, but all state takes {_mib(self._resident_bytes)}; "
+                f"ram={_size(config.ram)} and no nvme, but all state takes {_size(self._resident_bytes)}; "
                 "give nvme= directories or more ram"
             )
-        if complaints:
-            hbm, ram = _enough(model, config, device, replan)
-            raise BudgetError(
-                f"budgets too small for this model: {'; '.join(complaints)}. "
-                f"Smallest budgets that would do: hbm={hbm}, ram={ram} (bytes)"
-            )
+        return complaints
 
     def needs(self, model: nn.Module, config: Config, device: torch.device) -> tuple[int, int]:
         """The smallest device and host budgets for this plan."""
@@ -164,10 +154,10 @@ class Plan:
         largest = max(parts, key=self.step_bytes, default=None)
         if largest is None or self.step_bytes(largest) < max(self.backward_bytes(unit) for unit in self.units):
             unit = max(self.units, key=self.backward_bytes)
-            return f"gradients of unit {unit.name} need {_mib(self.backward_bytes(unit))}, {_mib(ram)} in all"
-        sizes = ", ".join(f"{kind} {_mib(size)}" for kind, size in self.shard_bytes(largest).items())
+            return f"gradients of unit {unit.name} need {_size(self.backward_bytes(unit))}, {_size(ram)} in all"
+        sizes = ", ".join(f"{kind} {_size(size)}" for kind, size in self.shard_bytes(largest).items())
         names = ", ".join(slot.name for slot in largest.slots[:3]) + (", ..." if len(largest.slots) > 3 else "")
-        return f"one step of sub-group {largest.index} ({names}) needs {_mib(ram)}: {sizes}"
+        return f"one step of sub-group {largest.index} ({names}) needs {_size(ram)}: {sizes}"
 
 
 def plan_for(
@@ -201,14 +191,41 @@ def plan_for(
     return Plan(units, [part for unit in units for part in unit.parts], precision)
 
 
-def _enough(
-    model: nn.Module, config: Config, device: torch.device, replan: Callable[[Config], Plan]
-) -> tuple[int, int]:
-    """The least that budgets must grow: larger ones may also mean larger units, so until a plan fits its own."""
+def plan_within(model: nn.Module, config: Config, device: torch.device, plan: Callable[[Config], Plan]) -> Plan:
+    """Divide a model so that it trains within the budgets: as coarsely as they suggest, or else as finely as can be.
+
+    So no budget is refused where a smaller one does.
+
+    Args:
+        model: the user's model.
+        config: the budgets.
+        device: where it trains.
+        plan: makes the plan for any budgets.
+
+    Raises:
+        BudgetError: with the arithmetic and the smallest budgets that would do.
+    """
+    coarse = plan(config)
+    if not coarse.complaints(model, config, device):
+        return coarse
+    fine = plan(_least(model, config, device, plan))
+    complaints = fine.complaints(model, config, device)
+    if not complaints:
+        return fine
+    hbm, ram = fine.needs(model, config, device)
+    raise BudgetError(
+        f"budgets too small for this model: {'; '.join(complaints)}. "
+        f"Smallest budgets that would do: hbm={hbm}, ram={ram} (bytes)"
+    )
+
+
+def _least(model: nn.Module, config: Config, device: torch.device, plan: Callable[[Config], Plan]) -> Config:
+    """Budgets grown from nothing, as little as can be, until a plan fits its own: larger ones may mean larger units."""
+    config = config.model_copy(update={"hbm": ByteSize(1), "ram": ByteSize(1)})
     while True:
-        hbm, ram = replan(config).needs(model, config, device)
+        hbm, ram = plan(config).needs(model, config, device)
         if hbm <= config.hbm and ram <= config.ram:
-            return config.hbm, config.ram
+            return config
         config = config.model_copy(
             update={"hbm": ByteSize(max(hbm, config.hbm)), "ram": ByteSize(max(ram, config.ram))}
         )
@@ -221,5 +238,9 @@ def sub_group_bytes(config: Config) -> int:
     return min(config.ram // 4, _MAX_SUB_GROUP_BYTES)
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:.1f} MiB"
+def _size(num_bytes: int) -> str:
+    """Bytes as people write them, and exactly: the largest unit in which one decimal says it all."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size and num_bytes * 10 % size == 0:
+            return f"{num_bytes / size:.1f}".removesuffix(".0") + unit
+    return f"{num_bytes}B"

@@ -15,17 +15,18 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.budget import plan_for
+from infinity.engine.budget import plan_for, plan_within
 from infinity.engine.gradients import GradientSink
 from infinity.engine.guard import StepGuard
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.optimizer import OffloadedOptimizer, SubGroupStepper
 from infinity.engine.prefetch import Orders, PrefetchScheduler
+from infinity.engine.refusals import Refusals
 from infinity.engine.shadow import expected_states
 from infinity.engine.start import Loader, check_model, convert_buffers
 from infinity.engine.unit import PARAM
 from infinity.engine.weights import StreamingStateDict, WeightReader, hook_state_dicts
-from infinity.errors import ConfigError, EngineStateError
+from infinity.errors import ConfigError, EngineStateError, ModelError
 from infinity.store.device import AcceleratorDevice, ArenaDevice, DeviceTier, Piece
 from infinity.store.loop import LoopThread, register_exit, unregister_exit
 from infinity.store.nvme import NvmeTier
@@ -49,6 +50,7 @@ class _Resources:
         self.device: DeviceTier | None = None
         self.worker = ThreadPoolExecutor(1, "infinity-optimizer")
         self.hooks: ModuleHooks | None = None
+        self.refusals: Refusals | None = None
         self.handles: list[Any] = []
         register_exit(self.close)
 
@@ -58,6 +60,8 @@ class _Resources:
             return
         unregister_exit(self.close)
         with contextlib.ExitStack() as stack:
+            if self.refusals is not None:
+                stack.callback(self.refusals.close)
             stack.callback(self.loop.close)
             below = self.store or self.nvme
             if below is not None:
@@ -70,7 +74,7 @@ class _Resources:
             if self.hooks is not None:
                 stack.callback(self.hooks.remove)
             stack.callback(self.guard.join)
-            self.hooks = self.device = self.store = self.nvme = None
+            self.hooks = self.refusals = self.device = self.store = self.nvme = None
             self.handles = []
 
 
@@ -93,8 +97,7 @@ class Engine:
         self._num_steps = 0
         stepped = {param for group in optimizer.param_groups for param in group["params"]}
         states = expected_states(optimizer)
-        self._plan = plan_for(model, stepped, states, config, device)
-        self._plan.check(model, config, device, lambda other: plan_for(model, stepped, states, other, device))
+        self._plan = plan_within(model, config, device, lambda other: plan_for(model, stepped, states, other, device))
         self._precision, self._units, self._parts = self._plan.precision, self._plan.units, self._plan.parts
         self._resources = _Resources()
         self._guard = self._resources.guard
@@ -117,6 +120,7 @@ class Engine:
                     backend_name=config.io_backend,
                     num_threads=config.io_num_threads,
                     block_bytes=config.io_block_bytes,
+                    weights=config.nvme_weights,
                 )
             )
         orders = Orders(self._units, self._parts, plan.step_keys)
@@ -155,6 +159,7 @@ class Engine:
             worker=resources.worker,
         )
         self.buffer_bytes = convert_buffers(self.module, self._precision, device)
+        resources.refusals = Refusals(self.module, self._units)
         self._stepper.adopt(Loader(loop, self._store, optimizer, has_master=has_master).load(self._units))
         self._hooks = resources.hooks = ModuleHooks(
             self.module, self._units, self._scheduler, self._gradients, self._precision, self._guard.check
@@ -236,7 +241,8 @@ class Engine:
     def close(self) -> None:
         """End all work and give back memory, files and hooks. Closing twice is harmless.
 
-        State in the tiers is scratch and goes: take ``state_dict()`` before. The model is left with placeholders.
+        State in the tiers is scratch and goes: take ``state_dict()`` before. The model is left with placeholders, and
+        refuses to compute until values are loaded into it.
         """
         if self._finalizer.detach() is not None:
             self.optimizer.release_user()
@@ -247,6 +253,17 @@ class Engine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused, for ``copy`` and ``pickle`` alike.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "an engine cannot be copied or pickled: it owns threads, memory and files; take engine.state_dict() and "
+            "engine.optimizer.state_dict() instead"
+        )
 
     def _check_usable(self) -> None:
         if not self._finalizer.alive:

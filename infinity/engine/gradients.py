@@ -16,6 +16,10 @@ Memory: a shard is pinned from the first to the last gradient that one backward 
 once (parameters that get none, or late ones), the others are let go and pinned again when they are needed; and nothing
 is pinned while backward waits for a unit (``let_go``), which the deadlock argument in ``store/pool.py`` asks for.
 
+A gradient on the CPU passes through the C library's heap. In the first backward much is allocated beside gradients that
+stays or outlives them, in the places that others have just left, so the next ones need new room: holes of up to a third
+of all gradients. They are given back as they come (``HEAP``); later backwards find their places and leave hardly any.
+
 Called on the thread that runs autograd's hooks; one backward runs at a time.
 """
 
@@ -32,6 +36,7 @@ from torch import nn
 from infinity.engine.prefetch import TRAINING, PrefetchScheduler
 from infinity.engine.unit import GRAD, GRAD_SUM, Part, Slot, placeholder
 from infinity.errors import BudgetError, ModelError
+from infinity.io.memory import HEAP
 from infinity.store.loop import LoopThread
 from infinity.store.order import Use
 from infinity.store.shard import ShardKey
@@ -122,6 +127,8 @@ class GradientSink:
         else:
             view.add_(gradient.to(view.device))
         gradients.arrived[position] = self._backward
+        if slot.param not in self._placeholders and gradient.device.type == "cpu":
+            HEAP.use(gradient.nbytes)
         slot.param.grad = self._placeholder(part, slot)
         gradients.pending.discard(position)
         if not gradients.pending:
@@ -240,6 +247,7 @@ class GradientSink:
         gradients.flat = None
         gradients.pending = set()
         del self._open_parts[part.index]
+        HEAP.make_room()
         self._loop.call_soon(self._release, part, gradients.kind)
 
     def _promote(self, part: Part, gradients: _Gradients) -> torch.Tensor:

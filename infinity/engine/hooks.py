@@ -34,6 +34,7 @@ from infinity.engine.precision import Precision
 from infinity.engine.prefetch import PrefetchScheduler
 from infinity.engine.reads import unwatch_reads, watch_reads
 from infinity.engine.saved import SavedTensors
+from infinity.engine.tracing import refuse_tracing
 from infinity.engine.trees import map_tensors, tensors_of
 from infinity.engine.unit import Unit, UnitState
 from infinity.errors import BudgetError, EngineStateError, ModelError
@@ -159,6 +160,7 @@ class ModuleHooks:
         ]
 
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        refuse_tracing()
         if not self._in_backward() and not self._is_running():
             self._check()
             self.settle()
@@ -188,6 +190,7 @@ class ModuleHooks:
         self._enter(_Scope(unit, module))
 
     def _enter(self, scope: _Scope) -> None:
+        refuse_tracing()
         self._param_hooks.update()
         self._running.append(scope)
         if scope.unit is not None:
@@ -327,7 +330,7 @@ class ModuleHooks:
         self._refuse_change(unit.changed_parameter())
         written = unit.written_parameter()
         if written is not None:
-            unit.unbind()
+            unit.restore()
             raise ModelError(
                 f"parameter {written} was written, converted or replaced while its value was away, and the change "
                 "would be lost; set values and dtypes before initialize(), and use precision= for computing in bf16"

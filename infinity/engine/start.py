@@ -13,7 +13,7 @@ from infinity.engine.deferred import materialize
 from infinity.engine.optimizer import PartState
 from infinity.engine.precision import Precision
 from infinity.engine.shadow import is_shard
-from infinity.engine.unit import MASTER, PARAM, Part, Slot, Unit, placeholder, state_kind
+from infinity.engine.unit import MASTER, PARAM, Part, Slot, StandIn, Unit, state_kind
 from infinity.errors import ModelError
 from infinity.store.loop import LoopThread
 from infinity.store.store import TieredStore
@@ -49,19 +49,41 @@ def check_model(model: object, optimizer: object) -> None:
                     "or replace them in between"
                 )
     for name, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ModelError(
-                f"module {name}: max_norm changes the weight in forward, which is not supported; build it without "
-                "max_norm and clamp the vectors that it returns"
-            )
-        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ModelError(f"module {name}: sparse gradients are not supported; build it with sparse=False")
+        _check_module(name, module)
     for param, name in names.items():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ModelError(f"parameter {name} is lazy; run one forward pass before initialize()")
         if param.layout is not torch.strided:
             raise ModelError(f"parameter {name} has layout {param.layout}; expected a dense tensor")
     _check_memory({name: param for param, name in names.items() if not param.is_meta})
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    """Refuse modules that compute what hooks and placeholders cannot follow."""
+    what = f"module {name}" if name else f"model {type(module).__name__}"
+    if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        raise ModelError(
+            f"{what}: max_norm changes the weight in forward, which is not supported; build it without max_norm and "
+            "clamp the vectors that it returns"
+        )
+    if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        raise ModelError(f"{what}: sparse gradients are not supported; build it with sparse=False")
+    if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+        raise ModelError(
+            f"{what} is compiled: torch.compile keeps the memory of parameters, which come and go under the engine; "
+            "give infinity.initialize() the model without torch.compile() and module.compile()"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelError(
+            f"{what} is TorchScript, whose forward runs without the hooks that bring its parameters; "
+            "give infinity.initialize() the module that it was made from"
+        )
+    many = isinstance(module, nn.DataParallel) and len(module.device_ids) > 1
+    if many or isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ModelError(
+            f"{what}: {type(module).__name__} copies or synchronises parameters that are away; "
+            "give infinity.initialize() the module inside it (.module)"
+        )
 
 
 def _check_memory(params: dict[str, nn.Parameter]) -> None:
@@ -145,14 +167,14 @@ class Loader:
 
     def _empty(self, unit: Unit, part: Part, slot: Slot) -> None:
         """Leave a placeholder in the parameter, which stays the object that the user and the optimizer hold."""
-        away = placeholder(slot.shape, part.compute_dtype, unit.device)
         param = slot.param
         if param.is_meta:
-            real = nn.Parameter(away, requires_grad=param.requires_grad)
+            slot.stand_in = StandIn(slot.shape, part.compute_dtype, unit.device)
+            real = nn.Parameter(slot.stand_in.tensor, requires_grad=param.requires_grad)
             real.__dict__.update(param.__dict__)
             torch.utils.swap_tensors(param, real)
         else:
-            param.data = away
+            unit.leave(part, slot)
 
     def _load_state(self, part: Part) -> PartState:
         """Take over state of an optimizer that has stepped, or loaded a state dict, before."""

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.errors import ModelError
 from infinity.store.shard import ShardKey
 
 SLOT_ALIGNMENT = 128
@@ -43,6 +45,31 @@ class UnitState(enum.Enum):
     GATHERED = "gathered"
 
 
+class StandIn:
+    """What a parameter holds while its value is away: made once, so that a release costs one assignment.
+
+    Attributes:
+        tensor: the placeholder, of the parameter's shape.
+    """
+
+    __slots__ = ("_address", "_blank", "_memory", "tensor")
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(False):  # else the parameter would become a tensor that no training may use
+            element = _blank(dtype, device)
+            self.tensor = element.expand(shape)
+        self._address = self.tensor.data_ptr()
+        self._memory: memoryview | None = None  # elsewhere a read would wait for the device
+        self._blank = b""
+        if device.type == "cpu":
+            self._memory = element.view(1).view(torch.uint8).numpy().data
+            self._blank = self._memory.tobytes()
+
+    def is_in(self, param: torch.Tensor) -> bool:
+        """Whether ``param`` still holds it, unwritten: a write through ``.data`` leaves no other trace."""
+        return param.data_ptr() == self._address and (self._memory is None or self._memory.tobytes() == self._blank)
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """One parameter's place in its part.
@@ -51,6 +78,7 @@ class Slot:
         name: the parameter's qualified name.
         param: the user's own parameter.
         offset: where it starts, in elements of the part.
+        stand_in: what it holds while its value is away; ``None`` before the first time.
     """
 
     name: str
@@ -58,6 +86,12 @@ class Slot:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    stand_in: StandIn | None = field(default=None, repr=False)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the parameter holds nothing but its placeholder."""
+        return self.stand_in is not None and self.num_elements > 0 and self.stand_in.is_in(self.param)
 
     @property
     def num_elements(self) -> int:
@@ -140,7 +174,6 @@ class Unit:
         held_for_backward: whether backward keeps it gathered.
         buffer: the gathered parameters, ``None`` while released.
         versions: the parameters' version counters when it was last gathered, or else at start.
-        away: what stands in for each parameter since it was last released.
     """
 
     index: int
@@ -154,7 +187,6 @@ class Unit:
     held_for_backward: bool = False
     buffer: torch.Tensor | None = field(default=None, repr=False)
     versions: list[int] = field(default_factory=list, repr=False)
-    away: list[torch.Tensor] = field(default_factory=list, repr=False)
 
     @property
     def slots(self) -> Iterator[Slot]:
@@ -180,21 +212,27 @@ class Unit:
         """Make every parameter a placeholder of its true shape."""
         self.buffer = None
         self.state = UnitState.RELEASED
-        self.away = []
-        with torch.inference_mode(False):  # else the parameter would become a tensor that no training may use
-            for part in self.parts:
-                for slot in part.slots:
-                    self.away.append(placeholder(slot.shape, part.compute_dtype, self.device))
-                    slot.param.data = self.away[-1]
+        for part in self.parts:
+            for slot in part.slots:
+                self.leave(part, slot)
+
+    def leave(self, part: Part, slot: Slot) -> None:
+        """Put the placeholder into one parameter, which stays the object that the user and the optimizer hold."""
+        if slot.stand_in is None:
+            slot.stand_in = StandIn(slot.shape, part.compute_dtype, self.device)
+        slot.param.data = slot.stand_in.tensor
+
+    def restore(self) -> None:
+        """Put new placeholders in the place of those that were written or replaced."""
+        for slot in self.slots:
+            slot.stand_in = None
+        self.unbind()
 
     def written_parameter(self) -> str | None:
-        """The name of a parameter that was written, converted or replaced through ``.data`` since the last release."""
-        for slot, away in zip(self.slots, self.away, strict=False):
-            if slot.param.untyped_storage().data_ptr() != away.untyped_storage().data_ptr():
-                return slot.name
-            if away.device.type == "cpu" and away.is_floating_point() and slot.num_elements:
-                (value,) = away.as_strided((1,), (1,)).tolist()
-                if not math.isnan(value):
+        """The name of a parameter that was written, converted or replaced through ``.data`` while it was away."""
+        for part in self.parts:
+            for slot in part.slots:
+                if slot.stand_in is not None and not slot.stand_in.is_in(slot.param):
                     return slot.name
         return None
 
@@ -210,7 +248,44 @@ class Unit:
         return None
 
 
+class AwayGradient(torch.Tensor):
+    """What stands on ``param.grad`` once the gradient is away: NaN to read, and an error in clear words to write.
+
+    PyTorch refuses most writes to it, since its elements share memory, in words that name neither the gradient nor a
+    repair. What it lets pass (a fill, a gradient of one element) shows in the version counter.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` as on plain tensors, with the one refusal put into other words."""
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                result = func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                if "single memory location" not in str(error):
+                    raise
+                raise ModelError(
+                    f"{getattr(func, '__name__', 'an operator')}() was to change a gradient in place that is away: "
+                    "gradients leave param.grad as soon as backward has made them, so that torch.nn.utils."
+                    "clip_grad_norm_, clip_grad_value_ and loops over param.grad find none; change or clip each in "
+                    "param.register_hook(), where its value is"
+                ) from error
+            if isinstance(result, torch.Tensor) and any(_share(result, argument) for argument in args):
+                return result.as_subclass(cls)  # a view, or what .data and detach() give
+            return result
+
+
+def _share(tensor: torch.Tensor, other: object) -> bool:
+    return isinstance(other, torch.Tensor) and other.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One element seen as ``shape``: true about its shape, and NaN to read where the dtype has one."""
+    """What stands in for a gradient: one element seen as ``shape``, NaN to read where the dtype has one."""
+    return _blank(dtype, device).expand(shape).as_subclass(AwayGradient)
+
+
+def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+    return torch.full((), value, dtype=dtype, device=device)

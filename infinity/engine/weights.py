@@ -16,7 +16,6 @@ from torch import nn
 
 from infinity.engine.optimizer import PartState
 from infinity.engine.unit import MASTER, PARAM, Part, Slot, state_kind
-from infinity.errors import ModelError
 from infinity.store.loop import LoopThread
 from infinity.store.pool import Lease
 from infinity.store.shard import ShardKey
@@ -121,10 +120,7 @@ class StreamingStateDict(Mapping[str, Any]):
 
 
 def hook_state_dicts(model: nn.Module, reader: WeightReader) -> list[Any]:
-    """Make ``state_dict()`` of the model and of each of its modules give true values; returns the hooks' handles.
-
-    ``load_state_dict()`` is refused, because it would copy into placeholders.
-    """
+    """Make ``state_dict()`` of the model and of each of its modules give true values; returns the hooks' handles."""
 
     def fill_in(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
         for name, param in module._parameters.items():
@@ -132,14 +128,5 @@ def hook_state_dicts(model: nn.Module, reader: WeightReader) -> list[Any]:
             if param is not None and param in reader and state.get(prefix + name) is not param:
                 state[prefix + name] = reader.read(param, full=False)
 
-    def refuse(module: nn.Module, *_: Any) -> None:
-        raise ModelError(
-            f"load_state_dict() of a {type(module).__name__} under the engine: its parameters are away; load them "
-            "before infinity.initialize()"
-        )
-
     owners = [m for m in model.modules() if any(param is not None for param in m._parameters.values())]
-    return [
-        *(module.register_state_dict_post_hook(fill_in) for module in owners),
-        *(module.register_load_state_dict_pre_hook(refuse) for module in owners),
-    ]
+    return [module.register_state_dict_post_hook(fill_in) for module in owners]

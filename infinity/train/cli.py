@@ -51,7 +51,8 @@ def make_config(base: Path | None, flags: dict[str, Any]) -> Config:
 def main(config: Path | None, **flags: Any) -> None:
     """Train a GPT on text, with its state on device, host and NVMe.
 
-    Everything has a default but the directory for the state: infinity train --nvme /tmp/infinity
+    Everything has a default but the directory for the state: infinity train --nvme /tmp/infinity. Exit code 1: a loss
+    was NaN or infinite.
     """
     settings = TrainSettings(**given_fields(TrainSettings, flags))
     console = Console(stderr=settings.json_file == STANDARD_OUTPUT)

@@ -17,6 +17,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 _HELD_OUT_ONE_IN = 10
 _SKIPPED_IN_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _BINARY_PROBE_BYTES = 8192
+_REPAIR = "give a text file or a directory of text files"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +105,33 @@ def _find_files(path: Path | None) -> tuple[list[Path], str]:
             if file.is_file() and _SKIPPED_IN_STANDARD_LIBRARY.isdisjoint(file.relative_to(root).parts)
         )
         return files, f"Python's standard library ({root})"
-    if path.is_dir():
-        files = sorted(
-            file
-            for file in path.rglob("*")
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        )
-        return files, f"directory {path}"
-    if path.is_file():
-        return [path], f"file {path}"
-    problem = "is neither a file nor a directory" if path.exists() else "does not exist"
-    raise ConfigError(f"--data: {path} {problem}; give a text file or a directory of text files")
+    try:
+        if path.resolve().is_relative_to("/proc") or path.resolve().is_relative_to("/sys"):
+            raise ConfigError(f"--data: {path} is the kernel's and holds no text; {_REPAIR}")
+        if path.is_dir():
+            files = sorted(
+                file
+                for file in path.rglob("*")
+                if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            )
+            return files, f"directory {path}"
+        if path.is_file():
+            return [path], f"file {path}"
+        problem = _why_not_there(path)
+    except OSError as error:
+        problem = f"cannot be looked at ({error.strerror})"
+    raise ConfigError(f"--data: {path} {problem}; {_REPAIR}")
+
+
+def _why_not_there(path: Path) -> str:
+    if path.exists():
+        return "is neither a file nor a directory"
+    if path.is_symlink():
+        return f"is a link to {path.readlink()}, which does not exist"
+    for parent in reversed(path.parents):
+        if parent.exists() and not parent.is_dir():
+            return f"does not exist, because {parent} is a file"
+    return "does not exist"
 
 
 def _read(file: Path, limit_bytes: int) -> tuple[bytes, bool]:

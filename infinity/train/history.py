@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from infinity.trace import StepStats
@@ -21,6 +22,7 @@ class History:
         step_stats: what the engine reported of each step; empty without infinity.
         eval_steps: after how many steps each held-out loss was taken.
         eval_losses: mean held-out loss then, in nats per token.
+        diverged_at: the step after which a loss was NaN or infinite, which ends a run; ``None`` if none was.
     """
 
     tokens_per_step: int
@@ -29,6 +31,12 @@ class History:
     step_stats: list[StepStats] = field(default_factory=list)
     eval_steps: list[int] = field(default_factory=list)
     eval_losses: list[float] = field(default_factory=list)
+    diverged_at: int | None = None
+
+    def note_divergence(self) -> None:
+        """Look at the latest losses, and remember the present step if one of them is NaN or infinite."""
+        if not all(math.isfinite(loss) for loss in (*self.losses[-1:], *self.eval_losses[-1:])):
+            self.diverged_at = self.num_steps
 
     @property
     def num_steps(self) -> int:

@@ -73,6 +73,7 @@ class RunReport:
             "optimizer_seconds": sum(step.optimizer_seconds for step in stats),
             "units": list(self.unit_names),
             "stopped_by": self.stopped_by,
+            "diverged_at_step": history.diverged_at,
             "saved": None if self.saved is None else str(self.saved),
             "config": self.config.model_dump(mode="json"),
             "settings": self.settings.model_dump(mode="json", by_alias=True),
@@ -86,6 +87,8 @@ class RunReport:
         table.add_row("parameters", f"{self.num_parameters:,}")
         table.add_row("training state", format_bytes(self.state_bytes))
         table.add_row("steps", f"{history.num_steps} of {self.settings.num_steps}")
+        if history.diverged_at is not None:
+            table.add_row("diverged", f"at step {history.diverged_at}")
         for name, losses in (("loss", history.losses), ("held-out loss", history.eval_losses)):
             if losses:
                 table.add_row(name, f"{losses[0]:.4f} → {losses[-1]:.4f}")

@@ -14,10 +14,11 @@ from infinity.console.formats import format_bytes
 from infinity.console.interrupt import StopRequest
 from infinity.console.output import STANDARD_OUTPUT, check_output, write_json
 from infinity.train.data import Batch, Corpus, held_out_batches, load_corpus, training_batches
+from infinity.train.failures import memory_errors, refuse_divergence
 from infinity.train.history import History
 from infinity.train.live import Display
 from infinity.train.report import RunReport, peak_accelerator_bytes, peak_rss_bytes
-from infinity.train.save import save_weights
+from infinity.train.save import check_save, save_weights
 from infinity.train.settings import TrainSettings
 from infinity.train.trainer import MakeTrainer, Trainer, deterministic_kernels, make_trainer, parameter_shapes
 
@@ -42,13 +43,14 @@ def run(
         The figures of the run.
 
     Raises:
+        DivergedError: a loss was NaN or infinite; the figures up to there have been written, the weights have not.
         InfinityError: something asked for cannot be done; whatever was opened has been closed.
         KeyboardInterrupt: ``stop`` was asked twice; the same holds.
     """
     if settings.json_file is not None and settings.json_file != STANDARD_OUTPUT:
         check_output(settings.json_file, "--json", replaced=False)
     if settings.save is not None:
-        check_output(settings.save, "--save", replaced=True)
+        check_save(settings.save)
     device = config.torch_device()
     corpus = load_corpus(settings.data, limit_bytes=settings.data_limit, seq_length=settings.seq_length)
     with ExitStack() as stack:
@@ -57,14 +59,16 @@ def run(
         if not settings.plain:
             stack.enter_context(nvme_directories(config.nvme, display.say))
         stack.enter_context(deterministic_kernels(device))
+        stack.enter_context(memory_errors(settings))
         trainer = make_trainer(settings, config, device)
         stack.callback(trainer.close)
         stack.callback(stop.shield)
         _say_trainer(display, trainer, settings, config)
         history = train(trainer, corpus, settings, device, display, stop)
-        if settings.save is not None:
-            size_bytes = save_weights(settings.save, trainer.state_dict(), parameter_shapes(settings))
-            display.say(f"weights after step {history.num_steps}: {settings.save}, {format_bytes(size_bytes)}")
+        saved = settings.save if history.diverged_at is None else None
+        if saved is not None:
+            size_bytes = save_weights(saved, trainer.state_dict(), parameter_shapes(settings))
+            display.say(f"weights after step {history.num_steps}: {saved}, {format_bytes(size_bytes)}")
         report = RunReport(
             num_parameters=trainer.num_parameters,
             state_bytes=trainer.state_bytes,
@@ -74,15 +78,16 @@ def run(
             peak_rss_bytes=peak_rss_bytes(),
             peak_accelerator_bytes=peak_accelerator_bytes(device),
             stopped_by=None if stop.signal is None else stop.signal.name,
-            saved=settings.save,
+            saved=saved,
             settings=settings,
             config=config,
         )
     console.print(report.as_table())
-    if settings.save is None:
+    if settings.save is None and history.diverged_at is None:
         display.say("weights were not saved: this run keeps no checkpoint (--save FILE.safetensors writes them)")
     if settings.json_file is not None:
         write_json(report.as_document(), settings.json_file)
+    refuse_divergence(history, settings)
     return report
 
 
@@ -115,8 +120,9 @@ def train(
             if loss is not None:
                 history.eval_steps.append(step)
                 history.eval_losses.append(loss)
+        history.note_divergence()
         display.update(history, trainer.usage())
-        if stop:
+        if stop or history.diverged_at is not None:
             break
     return history
 

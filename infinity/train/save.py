@@ -6,6 +6,7 @@ header with each tensor's type, shape and place, then the tensors' bytes.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -14,10 +15,28 @@ from pathlib import Path
 
 import torch
 
-from infinity.errors import StorageError, storage_error
+from infinity.console.output import check_output
+from infinity.errors import ConfigError, DiskFullError, StorageError, storage_error
 
 _ITEM_BYTES = 4
 _HEADER_ALIGNMENT = 8
+
+
+def check_save(path: Path) -> None:
+    """Refuse, before any work is done, a path at which weights could not be written at the end.
+
+    Raises:
+        ConfigError: it says why.
+    """
+    check_output(path, "--save", replaced=True)
+    unfinished = _unfinished(path)
+    try:
+        unfinished.open("xb").close()
+        unfinished.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"--save: no file can be made in {path.parent} ({error.strerror}); give a path in another directory"
+        ) from error
 
 
 def save_weights(path: Path, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> int:
@@ -34,7 +53,7 @@ def save_weights(path: Path, weights: Mapping[str, torch.Tensor], shapes: Mappin
     Raises:
         StorageError: writing failed; what was written is removed.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished = _unfinished(path)
     try:
         with unfinished.open("xb") as file:
             file.write(_header(shapes))
@@ -49,10 +68,21 @@ def save_weights(path: Path, weights: Mapping[str, torch.Tensor], shapes: Mappin
     except StorageError:  # of the weights' own tier
         raise
     except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise DiskFullError(
+                "writing the weights for --save failed: the file system is full; free space there",
+                path=path,
+                errno=error.errno,
+            ) from error
         raise storage_error("writing the weights", error, path=path) from error
     finally:
         unfinished.unlink(missing_ok=True)
     return size_bytes
+
+
+def _unfinished(path: Path) -> Path:
+    """Where weights are written before they take the place of ``path``."""
+    return path.with_name(f".{path.name}.{os.getpid()}.unfinished")
 
 
 def _header(shapes: Mapping[str, torch.Size]) -> bytes:

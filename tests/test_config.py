@@ -1,0 +1,85 @@
+"""What a configuration takes, and what it refuses by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity import Config, ConfigError
+
+FIELDS = [name for name, field in Config.model_fields.items() if field.annotation is not bool]
+
+
+@pytest.mark.parametrize("value", [True, False, [True]])
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_boolean_is_nothing_but_a_boolean(name: str, value: object, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"nvme": [str(tmp_path)], name: value}))
+    with pytest.raises(ConfigError, match=rf"Config: {name}: "):
+        Config.from_json(file)
+    with pytest.raises(ConfigError, match=rf"Config: {name}: "):
+        Config(**{"nvme": tmp_path, name: value})
+
+
+@pytest.mark.parametrize("name", ["prefetch", "io_num_threads"])
+def test_what_a_count_takes_beside(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: expected a number, got True"):
+        Config(**{name: True})
+    assert getattr(Config(**{name: "3"}), name) == getattr(Config(**{name: 3}), name) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('{"ram": 1, "hbm": 2, "ram": 3}', "'ram'"),
+        ('{"ram": 1, "hbm": 2, "ram": 3, "hbm": 2}', "'hbm', 'ram'"),
+        ('{"ram": {"x": 1, "x": 1}}', "'x'"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_by_name(text: str, names: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"config\.json: not valid JSON: key {names} stands there more than once"):
+        Config.from_json(file)
+
+
+def deep(file: Path) -> None:
+    file.write_text("[" * 100_000)
+
+
+def binary(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe\x00")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (deep, "not valid JSON"),
+        (binary, "not valid JSON"),
+        (Path.mkdir, "Is a directory; give an existing JSON file"),
+        (lambda file: file.symlink_to("gone"), "No such file or directory; give an existing JSON file"),
+    ],
+)
+def test_a_file_that_cannot_be_read(make: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    make(file)
+    with pytest.raises(ConfigError, match=rf"config file .*config\.json: {message}"):
+        Config.from_json(file)
+
+
+@pytest.mark.parametrize(
+    ("given", "units"),
+    [("auto", "auto"), ("Block", ("Block",)), (["Block"], ("Block",)), (("Block", "Head"), ("Block", "Head"))],
+)
+def test_one_name_is_a_list_of_one(given: Any, units: object) -> None:
+    assert Config(units=given).units == units
+
+
+@pytest.mark.parametrize("given", ["", " ", [], ["Block", ""]])
+def test_units_without_a_name(given: Any) -> None:
+    with pytest.raises(ConfigError, match="units: expected 'auto' or class names of modules; a name is missing or em"):
+        Config(units=given)

@@ -1,0 +1,196 @@
+"""What users do to whole models, done to one under the engine: it works as in PyTorch, or one error says what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import infinity
+import parity_models as models
+from accidents import two_groups
+from infinity import Config, Engine, ModelError
+from parity import ENOUGH, assert_same, build
+from parity_models import GPT
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    model, optimizer = build(GPT, two_groups)
+    with infinity.initialize(model.eval(), optimizer, Config(**ENOUGH, nvme=tmp_path)) as engine:
+        yield engine
+
+
+def expected_loss() -> torch.Tensor:
+    model, _ = build(GPT, two_groups)
+    return model.eval()(*models.tokens(0))  # type: ignore[no-any-return]
+
+
+def goes_on(engine: Engine) -> None:
+    """The engine is as if nothing had been."""
+    loss = engine(*models.tokens(0))
+    assert_same(loss.detach(), expected_loss().detach(), "loss")
+    engine.backward(loss)
+    engine.step()
+
+
+def pickled(value: object) -> bytes:
+    return pickle.dumps(value)
+
+
+def compiled(model: nn.Module, **options: Any) -> None:
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager", **options)(*models.tokens(0))
+
+
+def compiled_in_place(model: nn.Module, part: str) -> None:
+    torch._dynamo.reset()
+    module = model.get_submodule(part)
+    module.compile(backend="eager")
+    try:
+        model(*models.tokens(0))
+    finally:
+        module._compiled_call_impl = None
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "deepcopy": (copy.deepcopy, r"deepcopy\(\) of a GPT.*tokens\.weight.*take the values from engine\.state_dict\(\)"),
+    "deepcopy of a part": (lambda m: copy.deepcopy(m.blocks[0].mlp), r"of a Sequential .*blocks\.0\.mlp\.0\.weight"),
+    "deepcopy in a list": (lambda m: copy.deepcopy([m]), r"deepcopy\(\) of a GPT"),
+    "copy": (copy.copy, r"copying or pickling .* of a GPT.*tokens\.weight"),
+    "pickle": (pickled, r"copying or pickling .* of a GPT.*tokens\.weight"),
+    "save": (lambda m: torch.save({"model": m}, io.BytesIO()), r"torch\.save\(\)\) of a GPT.*tokens\.weight"),
+    "average": (torch.optim.swa_utils.AveragedModel, r"of a GPT.*engine\.state_dict\(\)"),
+    "script": (torch.jit.script, r"torch\.jit\.script\(\) of a GPT.*tokens\.weight"),
+    "trace": (lambda m: torch.jit.trace(m, models.tokens(0)), r"torch\.jit\.trace.*trace a model of your own"),
+    "compile": (compiled, r"torch\.compile and torch\.export .* are not supported.*call the model itself"),
+    "compile in place": (lambda m: compiled_in_place(m, ""), r"torch\.compile and torch\.export"),
+    "compile a block": (lambda m: compiled_in_place(m, "blocks.0"), r"torch\.compile and torch\.export"),
+    "export": (lambda m: torch.export.export(m, models.tokens(0), strict=False), r"torch\.compile and torch\.export"),
+    "replicate": (lambda m: m._replicate_for_data_parallel(), r"nn\.DataParallel of a GPT"),
+    "half": (lambda m: m.half(), r"converting a GPT.*parameter tokens\.weight.*Config\(device=…, precision=…\)"),
+    "double": (lambda m: m.double(), r"converting a GPT.*parameter tokens\.weight"),
+    "dtype": (lambda m: m.blocks.to(torch.bfloat16), r"converting a ModuleList.*parameter blocks\.0\.norm\.weight"),
+    "meta": (lambda m: m.to("meta"), r"converting a GPT"),
+    "to_empty": (lambda m: m.to_empty(device="cpu"), r"converting a GPT"),
+    "share_memory": (lambda m: m.share_memory(), r"converting a GPT"),
+    "load": (lambda m: m.load_state_dict({}), r"load_state_dict\(\) of a GPT.*tokens\.weight.*before infinity\.init"),
+    "load loosely": (lambda m: m.load_state_dict({}, strict=False), r"load_state_dict\(\) of a GPT"),
+    "load by assignment": (lambda m: m.load_state_dict({}, assign=True), r"load_state_dict\(\) of a GPT"),
+    "load a part": (lambda m: m.blocks[1].load_state_dict({}), r"of a Block under.*blocks\.1\.norm\.weight"),
+}
+WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+
+
+@WARNS
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_parameter_and_the_repair_and_without_harm(name: str, engine: Engine) -> None:
+    use, message = REFUSED[name]
+    with pytest.raises(ModelError, match=message):
+        use(engine.module)
+    goes_on(engine)
+
+
+def test_a_compiled_forward_without_graph_breaks_says_it_in_dynamos_words(engine: Engine) -> None:
+    with pytest.raises(Exception, match=r"torch\.compile and torch\.export of a model under the engine"):
+        compiled(engine.module, fullgraph=True)
+    goes_on(engine)
+
+
+def test_channels_last_is_a_conversion_and_a_layout_that_is_there_already_is_not(tmp_path: Path) -> None:
+    for is_there in (False, True):
+        model: Any = nn.Sequential(nn.Conv2d(3, 4, 3))
+        if is_there:
+            model.to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with infinity.initialize(model, optimizer, Config(**ENOUGH, nvme=tmp_path)) as engine:
+            if is_there:
+                model.to(memory_format=torch.channels_last)
+            else:
+                with pytest.raises(ModelError, match=r"converting a Sequential.*parameter 0\.weight"):
+                    model.to(memory_format=torch.channels_last)
+                model.to(memory_format=torch.preserve_format)
+            engine.backward(engine(torch.ones(1, 3, 5, 5)).sum())
+            model.to("cpu")
+            engine.step()
+
+
+ALLOWED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "same device": lambda model: model.to("cpu"),
+    "cpu": lambda model: model.cpu(),
+    "same dtype": lambda model: model.to(torch.float32).float(),
+    "DataParallel without accelerators": nn.DataParallel,
+    "eval": lambda model: model.train().eval().requires_grad_(True),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_changes_no_parameter_works(name: str, engine: Engine) -> None:
+    assert_same(ALLOWED[name](engine.module)(*models.tokens(0)).detach(), expected_loss().detach(), "loss")
+    goes_on(engine)
+
+
+def test_functional_call_computes_with_what_it_is_given(engine: Engine) -> None:
+    plain, _ = build(GPT, two_groups)
+    state = {name: value.detach().clone() * 1.5 for name, value in plain.named_parameters()}
+    for chosen in (list(state), [name for name in state if "blocks.0" in name]):
+        losses, gradients = [], []
+        for model in (engine.module, plain.eval()):
+            given = {name: state[name].clone().requires_grad_() for name in chosen}
+            loss = functional_call(model, given, models.tokens(0))
+            gradients.append(torch.autograd.grad(loss, list(given.values())))
+            losses.append(loss.detach())
+        assert_same(losses[0], losses[1], "loss")
+        assert_same(gradients[0], gradients[1], "gradients")
+    goes_on(engine)
+
+
+def test_an_engine_is_neither_copied_nor_pickled(engine: Engine) -> None:
+    for use in (copy.copy, copy.deepcopy, pickled):
+        with pytest.raises(ModelError, match=r"an engine cannot be copied or pickled.*engine\.state_dict\(\)"):
+            use(engine)
+    goes_on(engine)
+
+
+def compiled_model() -> nn.Module:
+    return torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager")  # type: ignore[return-value]
+
+
+def model_with_a_compiled_part() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].compile(backend="eager")
+    return model
+
+
+def scripted() -> nn.Module:
+    return nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+
+
+def replicated() -> nn.Module:
+    model = nn.DataParallel(nn.Linear(2, 2))
+    model.device_ids = [0, 1]  # as where there are two accelerators
+    return model
+
+
+@WARNS
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (compiled_model, r"model OptimizedModule is compiled: .*without torch\.compile\(\) and module\.compile\(\)"),
+        (model_with_a_compiled_part, r"module 1 is compiled"),
+        (scripted, r"module 0 is TorchScript.*the module that it was made from"),
+        (replicated, r"model DataParallel: DataParallel copies or synchronises.*\(\.module\)"),
+    ],
+)
+def test_models_that_are_refused_at_start(make: Callable[[], nn.Module], message: str) -> None:
+    model = make()
+    with pytest.raises(ModelError, match=message):
+        infinity.initialize(model, torch.optim.SGD(model.parameters()), Config(**ENOUGH))
