@@ -1,17 +1,18 @@
-"""Our I/O against fio's, interleaved in one run on one file; and I/O and matrix products against each alone.
+"""Our I/O against fio's, interleaved in one run on one file; and matrix products beside each.
 
-Each round does, at each block size and queue depth and in each direction, one pass of every contender: our backends,
-driven from asyncio with requests of 64 MiB as the engine moves shards, and fio with ``--direct=1`` over io_uring and
-libaio, each with its default buffers and with buffers in huge pages. The order of the contenders is turned by one in
-every round, so that a drift of the disk hits all alike. Figures are medians over the rounds, least and largest in
-brackets; ratios are of the medians, against the fio with the largest median.
+Each round gives every contender, at each block size and queue depth and in each direction, a window of time after a
+short ramp: our backends, driven from asyncio with requests of 64 MiB as the engine moves shards, and fio with
+``--direct=1`` over io_uring and libaio, each with its default buffers and with buffers in huge pages. The order of the
+contenders is turned by one in every round, so that a drift of the disk hits all alike. Figures are medians over the
+rounds, least and largest in brackets; ratios are of the medians, against the fio with the largest median. CPU time is
+that of the whole process for ours, and fio's own account of its job (its start is left out).
 
-Then, in each round: I/O alone, two torch threads multiplying matrices alone, and both at once.
+Then, in each round: I/O alone, two torch threads multiplying matrices alone, both at once, and the products beside fio.
 
 Huge pages for fio come from ``vm.nr_hugepages``; as root the script reserves them and gives them back. It writes one
 file of ``--size`` below ``--nvme`` and removes it. Exit code 1: a target was missed.
 
-    python bench/io_vs_fio.py --nvme DIR [--size 1GiB] [--rounds 7] [--json FILE]
+    python bench/io_vs_fio.py --nvme DIR [--size 1GiB] [--rounds 7] [--seconds 0.7] [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import platform
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,11 @@ ROUTES = ("nvme->host", "host->nvme", "nvme<->host")
 ENGINES = ("io_uring", "libaio")
 OURS = ("threads", "uring")
 MATRIX = 1024
+RAMP_SECONDS = 0.2
+COMPUTE_SETTING = (32 * MIB, 2)
+COMPUTE_ENGINE = "io_uring"
+FIO_START_SECONDS = 0.6
+SLACK_SECONDS = 0.1
 
 BANDWIDTH_TARGETS = {"nvme->host": 0.97, "host->nvme": 0.97, "nvme<->host": 0.95}
 CPU_TARGET = 1.0
@@ -63,7 +69,7 @@ class Contender:
     """Who moves the bytes, and what it reached: runs by route and setting."""
 
     name: str
-    move: Callable[[str, int, int], Awaitable[Run]]
+    move: Callable[[str, int, int, float], Awaitable[Run]]
     ours: bool
     runs: dict[tuple[str, int, int], list[Run]] = field(default_factory=dict)
 
@@ -105,8 +111,8 @@ class Ours:
         for offset in range(0, self._size_bytes, REQUEST_BYTES):
             await backend.write_from(file, offset, self._buffers[0])
 
-    async def move(self, name: str, route: str, block_bytes: int, depth: int, seconds: float = 0.0) -> Run:
-        """Go through the file once, or again and again for so many seconds."""
+    async def move(self, name: str, route: str, block_bytes: int, depth: int, seconds: float) -> Run:
+        """Go through the file again and again; what moves in a window of so many seconds, after a ramp."""
         backend, file = self._opened[name, block_bytes, depth]
         half = self._size_bytes // 2
         lanes = {
@@ -114,30 +120,36 @@ class Ours:
             "host->nvme": [(True, 0, self._size_bytes, self._buffers)],
             "nvme<->host": [(False, 0, half, self._buffers[:2]), (True, half, self._size_bytes, self._buffers[2:])],
         }[route]
-        began, cpu_began = time.perf_counter(), time.process_time()
-        deadline = began + seconds
-        moved_bytes = 0
+        stop = False
 
         async def work(offsets: Iterator[int], write: bool, buffer: memoryview) -> None:
-            nonlocal moved_bytes
-            for offset in offsets:
+            while not stop:
                 if write:
-                    await backend.write_from(file, offset, buffer, priority=Priority.DEMAND)
+                    await backend.write_from(file, next(offsets), buffer, priority=Priority.DEMAND)
                 else:
-                    await backend.read_into(file, offset, buffer)
-                moved_bytes += len(buffer)
+                    await backend.read_into(file, next(offsets), buffer)
 
-        def offsets(start: int, stop: int) -> Iterator[int]:
-            yield from range(start, stop, REQUEST_BYTES)
-            while time.perf_counter() < deadline:
-                yield from range(start, stop, REQUEST_BYTES)
+        async def watch() -> Run:
+            nonlocal stop
+            try:
+                await asyncio.sleep(RAMP_SECONDS)
+                began, cpu_began, bytes_began = time.perf_counter(), time.process_time(), moved_bytes()
+                await asyncio.sleep(seconds)
+                return Run(moved_bytes() - bytes_began, time.perf_counter() - began, time.process_time() - cpu_began)
+            finally:
+                stop = True
+
+        def moved_bytes() -> int:
+            statistics = backend.statistics()
+            return statistics.read_bytes + statistics.written_bytes
 
         working = []
-        for write, start, stop, buffers in lanes:
-            lane = offsets(start, stop)
+        for write, start, stop_offset, buffers in lanes:
+            lane = itertools.cycle(range(start, stop_offset, REQUEST_BYTES))
             working += [work(lane, write, buffer) for buffer in buffers]
+        watching = asyncio.ensure_future(watch())
         await gather_all(working)
-        return Run(moved_bytes, time.perf_counter() - began, time.process_time() - cpu_began)
+        return await watching
 
     async def aclose(self) -> None:
         """Close all backends."""
@@ -146,12 +158,10 @@ class Ours:
 
 
 class Multiplying:
-    """Matrix products on all of torch's threads, as long as the context lasts."""
+    """Matrix products on all of torch's threads."""
 
     def __init__(self) -> None:
         self._factors = [torch.randn(MATRIX, MATRIX) for _ in range(3)]
-        self._stop = threading.Event()
-        self.num_products = 0
 
     def products(self, seconds: float) -> float:
         """Multiply for a while; products per second."""
@@ -187,28 +197,31 @@ def huge_pages(num_pages: int) -> Iterator[str | None]:
             knob.write_text(str(former), encoding="ascii")
 
 
-def fio_contenders(fio: Fio, path: Path, size_bytes: int, no_huge_pages: str | None) -> Iterator[Contender]:
+def fio_contenders(fio: Fio, path: Path, size_bytes: int, no_huge_pages: str | None) -> list[Contender]:
     """Fio over each engine, with each kind of buffers."""
-    for engine in ENGINES:
-        for huge in (False, True):
-            if huge and no_huge_pages is not None:
-                continue
+    contenders = []
+    for engine, huge in itertools.product(ENGINES, (False, True)):
+        if huge and no_huge_pages is not None:
+            continue
 
-            async def move(route: str, block: int, depth: int, engine: str = engine, huge: bool = huge) -> Run:
-                return await call_in_thread(
-                    lambda: fio.run(
-                        path,
-                        route,
-                        block_bytes=block,
-                        queue_depth=depth,
-                        engine=engine,
-                        huge_pages=huge,
-                        size_bytes=size_bytes,
-                        seconds=None,
-                    )
+        async def move(
+            route: str, block: int, depth: int, seconds: float, engine: str = engine, huge: bool = huge
+        ) -> Run:
+            return await call_in_thread(
+                lambda: fio.run(
+                    path,
+                    route,
+                    block_bytes=block,
+                    queue_depth=depth,
+                    engine=engine,
+                    huge_pages=huge,
+                    size_bytes=size_bytes,
+                    seconds=seconds,
                 )
+            )
 
-            yield Contender(f"fio {engine}{', huge pages' if huge else ''}", move, ours=False)
+        contenders.append(Contender(f"fio {engine}{', huge' if huge else ''}", move, ours=False))
+    return contenders
 
 
 async def our_contenders(ours: Ours) -> list[Contender]:
@@ -222,8 +235,8 @@ async def our_contenders(ours: Ours) -> list[Contender]:
             print(f"{name}: {error}")
             continue
 
-        async def move(route: str, block: int, depth: int, name: str = name) -> Run:
-            return await ours.move(name, route, block, depth)
+        async def move(route: str, block: int, depth: int, seconds: float, name: str = name) -> Run:
+            return await ours.move(name, route, block, depth, seconds)
 
         contenders.append(Contender(name, move, ours=True))
     await ours.lay_out(contenders[0].name)
@@ -255,26 +268,38 @@ def judge(contenders: Sequence[Contender], case: tuple[str, int, int]) -> dict[s
     return {"route": route, "block_size": block, "queue_depth": depth, "best_fio": best.name, "contenders": rows}
 
 
-async def beside_compute(ours: Ours, name: str, route: str, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """I/O alone, products alone, both at once: rates of each round."""
-    block, depth = SETTINGS[0]
+async def beside_compute(
+    ours: Contender, fio: Contender, route: str, rounds: int, seconds: float
+) -> dict[str, list[float]]:
+    """Rates of each round: I/O alone, products alone, both at once, and products beside fio."""
     multiplying = Multiplying()
-    rates: dict[str, list[float]] = {key: [] for key in ("io", "compute", "io_beside", "compute_beside")}
+    rates: dict[str, list[float]] = {key: [] for key in ("io", "compute", "io_beside", "compute_beside", "beside_fio")}
 
-    async def io_gb_s() -> float:
-        run = await ours.move(name, route, block, depth, seconds)
+    async def io_gb_s(contender: Contender, seconds: float) -> float:
+        run = await contender.move(route, *COMPUTE_SETTING, seconds)
         return run.num_bytes / run.seconds / GB
 
-    async def products() -> float:
+    async def products(delay_seconds: float = 0.0) -> float:
+        await asyncio.sleep(delay_seconds)
         return await call_in_thread(lambda: multiplying.products(seconds))
+
+    async def both(contender: Contender, start_seconds: float) -> tuple[float, float]:
+        """The products run while the traffic does, however long it takes to start."""
+        return await asyncio.gather(
+            io_gb_s(contender, seconds + start_seconds + SLACK_SECONDS), products(start_seconds + RAMP_SECONDS)
+        )
 
     await products()
     for _ in range(rounds):
-        rates["io"].append(await io_gb_s())
-        rates["compute"].append(await products())
-        both = await asyncio.gather(io_gb_s(), products())
-        rates["io_beside"].append(both[0])
-        rates["compute_beside"].append(both[1])
+        rates["io"].append(await io_gb_s(ours, seconds))
+        before = await products()
+        io_beside, compute_beside = await both(ours, 0.0)
+        between = await products()
+        _, beside_fio = await both(fio, FIO_START_SECONDS)
+        rates["compute"].append((before + between) / 2)
+        rates["io_beside"].append(io_beside)
+        rates["compute_beside"].append(compute_beside)
+        rates["beside_fio"].append(beside_fio)
     return rates
 
 
@@ -282,7 +307,6 @@ async def measure(fio: Fio, path: Path, size_bytes: int, rounds: int, seconds: f
     """Everything; the document, and whether every target was met by the default backend."""
     ours = Ours(path, size_bytes)
     num_pages = max(block * depth for block, depth in SETTINGS) // HUGE_PAGE_BYTES + 64
-    met = []
     try:
         with huge_pages(num_pages) as no_huge_pages:
             if no_huge_pages is not None:
@@ -296,22 +320,12 @@ async def measure(fio: Fio, path: Path, size_bytes: int, rounds: int, seconds: f
                 turned = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
                 for case in cases:
                     for contender in turned:
-                        contender.runs.setdefault(case, []).append(await contender.move(*case))
+                        contender.runs.setdefault(case, []).append(await contender.move(*case, seconds))
                 print(f"round {number + 1} of {rounds}", file=sys.stderr)
-        table = [judge(contenders, case) for case in cases]
-        default = contenders[0].name
-        print("\ntargets, for the default backend:")
-        for row in table:
-            figures, target = row["contenders"][default], BANDWIDTH_TARGETS[row["route"]]
-            name = f"{row['route']}, {row['block_size'] // MIB} MiB x {row['queue_depth']}"
-            met.append(check(f"{name}: of fio's best", figures["ratio"], target))
-            met.append(check(f"{name}: CPU of that fio's", figures["cpu_ratio"], CPU_TARGET, at_most=True))
-        beside = {}
-        for route in ROUTES:
-            rates = beside[route] = await beside_compute(ours, default, route, rounds, seconds)
-            for part, target in (("io", IO_BESIDE_COMPUTE_TARGET), ("compute", COMPUTE_BESIDE_IO_TARGET)):
-                ratios = [b / a for a, b in zip(rates[part], rates[f"{part}_beside"], strict=True)]
-                met.append(check(f"{route} beside {MATRIX}x{MATRIX} products: {part} of its own", ratios, target))
+            table = [judge(contenders, case) for case in cases]
+            name = f"fio {COMPUTE_ENGINE}"
+            peer = max((each for each in contenders if each.name.startswith(name)), key=lambda each: len(each.name))
+            beside = {route: await beside_compute(contenders[0], peer, route, rounds, seconds) for route in ROUTES}
     finally:
         await ours.aclose()
     document = {
@@ -322,10 +336,38 @@ async def measure(fio: Fio, path: Path, size_bytes: int, rounds: int, seconds: f
         "fio": fio.version,
         "size": size_bytes,
         "rounds": rounds,
+        "seconds": seconds,
         "results": table,
         "beside_compute": beside,
     }
-    return document, all(met)
+    return document, targets_met(document, contenders[0].name)
+
+
+def targets_met(document: dict[str, Any], name: str) -> bool:
+    """Print each target and whether it is met."""
+    print(f"\ntargets, for {name}:")
+    met = []
+    for row in document["results"]:
+        figures, target = row["contenders"][name], BANDWIDTH_TARGETS[row["route"]]
+        case = f"{row['route']}, {row['block_size'] // MIB} MiB x {row['queue_depth']}"
+        met.append(check(f"{case}: bandwidth / best fio's", figures["ratio"], target))
+        met.append(check(f"{case}: CPU per byte / that fio's", figures["cpu_ratio"], CPU_TARGET, at_most=True))
+    for route, rates in document["beside_compute"].items():
+        parts = {
+            "io": paired(rates["io_beside"], rates["io"]),
+            "products": paired(rates["compute_beside"], rates["compute"]),
+            "beside fio": paired(rates["beside_fio"], rates["compute"]),
+        }
+        case = f"{route} beside {MATRIX} x {MATRIX} products"
+        met.append(check(f"{case}: I/O / alone", parts["io"], IO_BESIDE_COMPUTE_TARGET))
+        met.append(check(f"{case}: products / alone", parts["products"], COMPUTE_BESIDE_IO_TARGET))
+        print(f"         (beside fio the products reach {spread(parts['beside fio'])} of their own)")
+    return all(met)
+
+
+def paired(rates: Sequence[float], references: Sequence[float]) -> list[float]:
+    """Ratios, round by round."""
+    return [rate / reference for rate, reference in zip(rates, references, strict=True)]
 
 
 def check(name: str, figures: float | list[float], target: float, *, at_most: bool = False) -> bool:
@@ -342,7 +384,7 @@ def main() -> int:
     parser.add_argument("--nvme", type=Path, required=True, help="existing directory for the file")
     parser.add_argument("--size", default="1GiB", help="of the file; default 1GiB")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each pass beside matrix products")
+    parser.add_argument("--seconds", type=float, default=0.7, help="of each window")
     parser.add_argument("--json", type=Path, help="write all figures here")
     arguments = parser.parse_args()
     size_bytes = (

@@ -117,7 +117,7 @@ def storage_error(
     """
     if error.errno in _FULL:
         kind: type[StorageError] = DiskFullError
-        message = f"{action} failed: the file system is full; free space or give another NVMe directory"
+        message = f"{action} failed: the file system is full; free space there, or give a path on another disk"
     else:
         kind = StorageError
         message = f"{action} failed"

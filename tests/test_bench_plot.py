@@ -160,13 +160,18 @@ def test_only_the_best_backend_and_all_directories_together_are_mapped() -> None
     assert not {"1.10", "7.70", "1.30"} & set(said)
 
 
-def test_the_recommended_backend_is_mapped_where_it_was_measured() -> None:
-    of = report(*(result("nvme->host", rate, backend=name) for rate, name in ((2.0, "uring"), (1.9, "threads"))))
-    setting = {"io_backend": "threads", "io_block_bytes": 4 * MIB, "io_num_threads": 8}
-    said = words(dataclasses.replace(of, recommended=setting))
-    assert "by threads; framed: best, 1.90 at 4 MiB x 8; uring: 2.00" in said
-    assert "1.90" in said
-    assert "2.00" in words(dataclasses.replace(of, recommended={**setting, "io_backend": "auto"}))
+def test_each_cell_is_the_fastest_backends_and_the_frame_is_around_the_steady_best() -> None:
+    steady = [
+        result("nvme->host", 2.0, backend="uring"),
+        result("nvme->host", 1.9, backend="threads"),
+        result("nvme->host", 1.5, 8 * MIB, backend="threads"),
+    ]
+    lucky = result("nvme->host", 1.8, 8 * MIB, backend="uring")
+    once = dataclasses.replace(result("nvme->host", 3.0, 16 * MIB, backend="threads"), runs=[Run(10**9, 1 / 3, 0.01)])
+    said = words(report(*steady, lucky, once))
+    assert "each cell by its fastest backend; framed: best, 2.00 at 4 MiB x 8 (uring)" in said
+    assert {"2.00", "1.80", "3.00"} <= set(said)
+    assert not {"1.90", "1.50"} & set(said)
 
 
 def test_what_was_not_measured_is_said() -> None:

@@ -197,14 +197,14 @@ _ALL = (result(READ, 2.0), result(WRITE, 1.0), result(BOTH, 1.6))
 
 def test_the_words_by_hand() -> None:
     # fp32: 8 bytes at 2 GB/s and 32 at 1.6 take 4 + 20 = 24 ns for a parameter, 168 s for 7e9;
-    # 24e-9 x 1e12 / 6 = 4000 tokens. bf16: 4 at 2 and 32 at 1.6: 22 ns, 154 s, 3666.7 tokens.
+    # 24e-9 x 1e12 / 6 = 4000 tokens. bf16: 2 at 2 and 32 at 1.6: 21 ns, 147 s, 3500 tokens.
     assert closing_words(report(*_ALL)) == (
         "Your NVMe reads 2.00 GB/s, writes 1.00 GB/s and does both at once at 1.60 GB/s. A model of 7 billion "
         "parameters in fp32 keeps 112 GB there and moves at most 280 GB per step (24 bytes read and 16 written per "
         "parameter), which takes 2.8 minutes: hiding it behind arithmetic takes at least 4,000 tokens per step for "
         "each TFLOP/s that your device reaches (400,000 at 100 TFLOP/s). The same in bf16 keeps 140 GB there and moves "
-        "at most 252 GB per step (20 bytes read and 16 written per parameter), which takes 2.6 minutes: hiding it "
-        "behind arithmetic takes at least 3,700 tokens per step for each TFLOP/s that your device reaches (370,000 at "
+        "at most 238 GB per step (18 bytes read and 16 written per parameter), which takes 2.5 minutes: hiding it "
+        "behind arithmetic takes at least 3,500 tokens per step for each TFLOP/s that your device reaches (350,000 at "
         "100 TFLOP/s). This takes AdamW, nothing kept in host memory between uses (what stays there is not moved), and "
         "6 operations per parameter and token; the number of tokens does not depend on the size of the model."
     )

@@ -27,12 +27,14 @@ class Device(ABC):
     Attributes:
         name: for people.
         copies: how bytes get there, in words.
+        copier: the same in a word or two, for a table.
         memory: ``uint8``, shape ``(num_bytes,)``.
         in_host_memory: whether files can be read straight into it.
     """
 
     name: str
     copies: str
+    copier: str
     memory: torch.Tensor
     in_host_memory: bool
 
@@ -55,6 +57,7 @@ class HostArena(Device):
 
     in_host_memory = True
     copies = "copies within host memory"
+    copier = "copy thread"
 
     def __init__(self, num_bytes: int, host: HostTier) -> None:
         self.name = "cpu, whose device tier is host memory"
@@ -84,6 +87,7 @@ class Accelerator(Device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.name = f"{device} {name}".strip()
         self.copies = "pinned copies with events" if device.type == "cuda" else "copies with events"
+        self.copier = "pinned copies" if device.type == "cuda" else "copies"
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._device = device
         self._upward, self._downward = torch.Stream(device=device), torch.Stream(device=device)

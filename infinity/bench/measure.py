@@ -315,7 +315,7 @@ class Measurement:
             self._display.step(f"{route.name}, {name}")
             sample = await run_pass(traffic.lanes(route), Limit(seconds), self._stop)
             size_bytes = device.memory.numel()
-            row = Row(route.name, device.copies, traffic.copy_bytes, traffic.depth, size_bytes, verified=True)
+            row = Row(route.name, device.copier, traffic.copy_bytes, traffic.depth, size_bytes, verified=True)
             self._final.add(row, sample)
 
     async def _measure_memory(self, work: MemoryRoute, seconds: float, name: str) -> None:

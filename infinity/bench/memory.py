@@ -28,7 +28,7 @@ class MemoryRoute:
 
     Attributes:
         name: as people write it.
-        words: what does it.
+        words: what does it, and with how many threads.
         piece_bytes: bytes of one piece of it.
         size_bytes: bytes that it goes through in turn.
         start: prepares the memory, which others use as well, and returns what does the next piece: the bytes of it.
@@ -63,7 +63,7 @@ def _memcpy(source: torch.Tensor, target: torch.Tensor) -> MemoryRoute:
         targets = itertools.cycle(_pieces(target, piece_bytes))
         return lambda: next(targets).copy_(next(sources)).numel()
 
-    return MemoryRoute("memcpy", f"torch, {torch.get_num_threads()} threads", piece_bytes, target.numel(), start)
+    return MemoryRoute("memcpy", f"torch x {torch.get_num_threads()}", piece_bytes, target.numel(), start)
 
 
 def _optimizer(memory: torch.Tensor) -> MemoryRoute:
@@ -91,8 +91,7 @@ def _optimizer(memory: torch.Tensor) -> MemoryRoute:
 
         return step
 
-    words = f"torch.optim.AdamW fp32, {torch.get_num_threads()} threads"
-    return MemoryRoute("optimizer", words, piece_bytes, memory.numel(), start)
+    return MemoryRoute("optimizer", f"AdamW x {torch.get_num_threads()}", piece_bytes, memory.numel(), start)
 
 
 def _checksum(memory: torch.Tensor) -> MemoryRoute:
@@ -108,4 +107,4 @@ def _checksum(memory: torch.Tensor) -> MemoryRoute:
 
         return checksum
 
-    return MemoryRoute("checksum", "xxh3, 1 thread", piece_bytes, memory.numel(), start)
+    return MemoryRoute("checksum", "xxh3 x 1", piece_bytes, memory.numel(), start)

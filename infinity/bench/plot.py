@@ -151,30 +151,29 @@ def _with_glyphs(words: str) -> str:
 
 
 def _draw_heat_map(axes: Axes, report: Report, route: str) -> None:
-    """The settings of one backend on a route, block size upwards and queue depth to the right.
+    """The settings that were measured on a route, block size upwards and queue depth to the right.
 
-    Of the recommended backend, else of the route's fastest.
+    A cell has the figure of the backend that was fastest there: a sweep looks at most cells with one backend only.
     """
-    fastest = report.best().get(route)
-    if fastest is None:
+    best = report.best().get(route)
+    if best is None:
         _write(axes, 0, 1.06, _TITLES[route], 1, 11, bold=True)
         _write(axes, 0.5, 0.5, "not measured", 1, 11, color=_FAINT, align="center")
         return
-    backend = report.recommended.get("io_backend")
-    cells = _cells(report, route, backend) or _cells(report, route, fastest.backend)
-    best = max(cells.values(), key=lambda result: result.median_gb_s)
+    cells = _cells(report, route, best)
     blocks, depths = (_steps({place[axis] for place in cells}) for axis in (0, 1))
     _write(axes, 0, 1.15, f"{_TITLES[route]}, GB/s", 1, 11, bold=True)
     setting = f"{format_block(best.block_bytes, ' ')} x {best.queue_depth}"
-    legend = f"by {best.backend}; framed: best, {format_figure(best.median_gb_s)} at {setting}"
+    backends = dict.fromkeys(result.backend for result in cells.values())
+    legend = f"by {best.backend}" if len(backends) == 1 else "each cell by its fastest backend"
+    legend += f"; framed: best, {format_figure(best.median_gb_s)} at {setting}"
+    legend += f" ({best.backend})" if len(backends) > 1 else ""
     chosen = next((result for result in cells.values() if is_recommended(result, report.recommended)), best)
     legend += "; dashed: recommended" if chosen is not best else ""
-    if fastest.backend != best.backend:
-        legend += f"; {fastest.backend}: {format_figure(fastest.median_gb_s)}"
     _write(axes, 0, 1.06, legend, 1, 8.5, color=_FAINT)
     slowest = min(min(result.median_gb_s for result in cells.values()), best.median_gb_s / 2)
     for result in sorted(cells.values(), key=lambda result: (result is best, result is chosen)):
-        share = (result.median_gb_s - slowest) / (best.median_gb_s - slowest)
+        share = min(1.0, (result.median_gb_s - slowest) / (best.median_gb_s - slowest))
         box = (
             depths.index(result.queue_depth) / len(depths),
             blocks.index(result.block_bytes) / len(blocks),
@@ -185,13 +184,14 @@ def _draw_heat_map(axes: Axes, report: Report, route: str) -> None:
     _draw_scales(axes, [format_block(block, " ") for block in blocks], [str(depth) for depth in depths])
 
 
-def _cells(report: Report, route: str, backend: str | None) -> dict[tuple[int, int], Result]:
+def _cells(report: Report, route: str, best: Result) -> dict[tuple[int, int], Result]:
     """By block size and queue depth; neither references nor single directories."""
-    cells: dict[tuple[int, int], Result] = {}
+    cells = {(best.block_bytes, best.queue_depth): best}
     for result in report.results:
-        if (result.route, result.backend, result.reference, result.path) == (route, backend, False, None):
+        if result.route == route and not result.reference and result.path is None:
             place = (result.block_bytes, result.queue_depth)
-            if place not in cells or cells[place].median_gb_s < result.median_gb_s:
+            held = cells.get(place)
+            if held is None or (held is not best and held.median_gb_s < result.median_gb_s):
                 cells[place] = result
     return cells
 

@@ -9,14 +9,12 @@ bytes per parameter      fp32                     bf16
 forward reads            parameter 4              parameter 2
 backward reads           parameter 4              parameter 2
 backward writes          gradient 4               gradient 2
-step reads               parameter 4, gradient 4  parameter 2, master 4, gradient
-                         and two moments 8        2 and two moments 8
+step reads               parameter 4, gradient 4  master 4, gradient 2 and
+                         and two moments 8        two moments 8
 step writes              parameter 4 and          parameter 2, master 4 and
                          two moments 8            two moments 8
-all reads, all writes    24, 16                   20, 16
+all reads, all writes    24, 16                   18, 16
 =======================  =======================  ===============================
-
-(Under bf16 the step needs no old parameter, but it is read ahead with the rest.)
 
 What is written meets as many bytes being read, at the bandwidth measured for both at once; the other reads go at that
 of reading alone. What stays in host memory is not moved, so this is the most that a step moves.
@@ -94,7 +92,7 @@ class Traffic:
 
 TRAFFIC: Mapping[str, Traffic] = {
     "fp32": Traffic(read_bytes=24, written_bytes=16, state_bytes=16),
-    "bf16": Traffic(read_bytes=20, written_bytes=16, state_bytes=20),
+    "bf16": Traffic(read_bytes=18, written_bytes=16, state_bytes=20),
 }
 """By ``Config.precision``. NVMe holds the parameter, its gradient (under bf16 also a place for an fp32 sum of several
 backwards), the master and two moments."""

@@ -178,7 +178,7 @@ def _measure_ranks(
 
 
 def _publish(settings: BenchSettings, console: Console, report: Report) -> None:
-    console.print(as_table(report, plain=not console.is_terminal))
+    console.print(as_table(report, plain=not console.is_terminal, width=console.width))
     console.print(closing_words(report), markup=False, highlight=False)
     if settings.json_file is not None:
         write_json(report.as_document(), settings.json_file)

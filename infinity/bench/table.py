@@ -151,6 +151,11 @@ def _rows(report: Report, route: str) -> Iterator[_Row]:
         elif result.path is not None:
             _keep_faster(alone, result.path, result)
         else:
+            steadiest = ours.get(result.backend)
+            if steadiest is not None and 2 * len(result.runs) < len(steadiest.runs):
+                continue  # looked at in passing: a large figure is luck
+            if steadiest is not None and len(result.runs) > 2 * len(steadiest.runs):
+                del ours[result.backend]
             _keep_faster(ours, result.backend, result)
             if is_recommended(result, report.recommended):
                 recommended = result

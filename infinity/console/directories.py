@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from infinity.errors import DirectoryError, storage_error
+from infinity.console.output import check_parent
+from infinity.errors import ConfigError, DirectoryError, storage_error
 
 
 @contextlib.contextmanager
@@ -18,7 +19,7 @@ def nvme_directories(paths: Sequence[Path], say: Callable[[str], None]) -> Itera
         say: told each directory that is created.
 
     Raises:
-        DirectoryError: the parent of one is missing.
+        DirectoryError: the parent of one is missing or no directory, or one is a link to nowhere.
         StorageError: one cannot be created.
     """
     created: list[Path] = []
@@ -26,8 +27,14 @@ def nvme_directories(paths: Sequence[Path], say: Callable[[str], None]) -> Itera
         for path in paths:
             if path.exists():
                 continue
-            if not path.parent.is_dir():
-                raise DirectoryError(f"--nvme: directory {path.parent} does not exist; create it first", path=path)
+            if path.is_symlink():
+                raise DirectoryError(
+                    f"--nvme: a link to {path.readlink()}, which does not exist; create that", path=path
+                )
+            try:
+                check_parent(path, "--nvme")
+            except ConfigError as error:
+                raise DirectoryError(str(error), path=path) from None
             try:
                 path.mkdir(mode=0o700)
             except OSError as error:

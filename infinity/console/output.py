@@ -24,14 +24,44 @@ def check_output(path: Path, flag: str, *, replaced: bool) -> None:
         replaced: whether another file will take its place, which must not happen to a device or a pipe.
 
     Raises:
-        ConfigError: the directory is missing, or ``path`` is itself a directory, or no regular file.
+        ConfigError: the directory is missing, or ``path`` is itself a directory, or no regular file, or the system
+            refuses to write there.
     """
     if path.is_dir():
         raise ConfigError(f"{flag}: {path} is a directory; give a file")
     if replaced and path.exists() and not path.is_file():
         raise ConfigError(f"{flag}: {path} is not a regular file; give another path")
-    if not path.parent.is_dir():
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(f"{flag}: {path} is a link to {path.readlink()}, which does not exist; give another path")
+    check_parent(path, flag)
+    if not path.exists() or path.is_file():
+        _probe(path, flag)
+
+
+def check_parent(path: Path, flag: str) -> None:
+    """Refuse a path that is not in a directory.
+
+    Raises:
+        ConfigError: it says which part of the path is missing or is something else.
+    """
+    above = next(parent for parent in path.parents if parent.exists() or parent.is_symlink())
+    if above.is_symlink() and not above.exists():
+        raise ConfigError(f"{flag}: {above} is a link to {above.readlink()}, which does not exist; give another path")
+    if not above.is_dir():
+        raise ConfigError(f"{flag}: {above} is a file, not a directory; give a path in a directory")
+    if above != path.parent:
         raise ConfigError(f"{flag}: directory {path.parent} does not exist; create it first")
+
+
+def _probe(path: Path, flag: str) -> None:
+    """Open the file as it will be opened at the end; one that is made for this is removed again."""
+    made = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{flag}: {path} cannot be written ({error.strerror}); give another path") from error
+    if made:
+        path.unlink(missing_ok=True)
 
 
 def write_json(document: dict[str, Any], path: Path, flag: str = "--json") -> None:

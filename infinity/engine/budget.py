@@ -58,6 +58,10 @@ class Plan:
         """The shards that a step of this part reads or writes."""
         return [part.key(kind) for kind in self.shard_bytes(part)]
 
+    def read_keys(self, part: Part) -> list[ShardKey]:
+        """Those among ``step_keys`` whose bytes a step needs: rounded parameters are only written."""
+        return [key for key in self.step_keys(part) if not (self.precision.has_master and key.kind == PARAM)]
+
     def part_state_bytes(self, part: Part) -> int:
         """All state of a part; gradients count once, as one backward leaves them."""
         return sum(size for kind, size in self.shard_bytes(part).items() if kind != GRAD_SUM)

@@ -151,10 +151,10 @@ class SubGroupStepper:
         flats: dict[str, torch.Tensor] = {}
         try:
             await gather_all(self._pin(part, each, flats) for each in kinds)
-            self._scheduler.touch(Use.STEP, part.index)  # reads ahead while this one computes
             if self._has_master:
                 lease = await self._store.put(part.key(PARAM), part.param_bytes, owner=OPTIMIZER)
                 flats[PARAM] = lease.tensor
+            self._scheduler.touch(Use.STEP, part.index)  # reads ahead, into what room is left, while this one computes
             await self._device.invalidate(part.unit)
             positions = [i for i in sorted(present) if part.slots[i].param in group_of]
             groups = [group_of[part.slots[i].param] for i in positions]
