@@ -65,11 +65,13 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(importlib.import_module(_HOMES[name]), name)
-    return value
+if not TYPE_CHECKING:  # to a type checker, a module with this has every name, misspelt ones too
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -164,6 +164,13 @@ def test_a_state_that_leaves_one_out_or_does_not_fit_leaves_it_refused(tmp_path:
     assert model(*models.tokens(0)).isfinite()
 
 
+def test_a_value_that_cannot_be_copied_leaves_no_garbage(tmp_path: Path) -> None:
+    model, state = by_context(tmp_path)
+    with pytest.raises(RuntimeError, match=r'parameter named "norm\.bias"'):
+        model.load_state_dict({**state, "norm.bias": torch.empty(WIDTH, device="meta")})
+    assert model.state_dict()["norm.bias"].isnan().all()
+
+
 class Small(nn.Module):
     """Parameters whose placeholders are as large as they are, or larger."""
 
@@ -182,6 +189,8 @@ def test_parameters_of_one_element_and_of_none(tmp_path: Path) -> None:
         state = dict(engine.state_dict())
     with pytest.raises(EngineStateError, match="parameter scale has no value"):
         model(torch.ones(()))
+    with pytest.raises(ModelError, match=r"parameter scale has no values.*another engine"):
+        infinity.initialize(model, torch.optim.SGD(model.parameters()), Config(**ENOUGH, nvme=tmp_path))
     model.load_state_dict(state)
     assert model(torch.ones(())) == 7
 

@@ -156,6 +156,12 @@ def test_without_torchrun_there_is_nobody_to_meet(monkeypatch: pytest.MonkeyPatc
     assert not started_as_ranks()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert started_as_ranks()
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match=r"variable WORLD_SIZE: expected a number, got 'two'; start with torchrun"):
+        started_as_ranks()
+    monkeypatch.setenv("LOCAL_RANK", "")
+    with pytest.raises(ConfigError, match=r"variable LOCAL_RANK: expected a number, got ''"):
+        open_process_group(torch.device("cpu"))
 
 
 # The way between ranks.

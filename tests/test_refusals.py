@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
+from torch.nn.utils import prune
 
 import infinity
 import parity_models as models
 from accidents import two_groups
 from infinity import Config, Engine, ModelError
 from parity import ENOUGH, assert_same, build
-from parity_models import GPT
+from parity_models import GPT, WIDTH
 
 
 @pytest.fixture
@@ -61,6 +63,12 @@ def compiled_in_place(model: nn.Module, part: str) -> None:
         module._compiled_call_impl = None
 
 
+def forward_mode(module: nn.Module) -> None:
+    with forward_ad.dual_level():
+        module(forward_ad.make_dual(X, X))
+
+
+X = torch.ones(1, 3, WIDTH)
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "deepcopy": (copy.deepcopy, r"deepcopy\(\) of a GPT.*tokens\.weight.*take the values from engine\.state_dict\(\)"),
     "deepcopy of a part": (lambda m: copy.deepcopy(m.blocks[0].mlp), r"of a Sequential .*blocks\.0\.mlp\.0\.weight"),
@@ -75,6 +83,10 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "compile in place": (lambda m: compiled_in_place(m, ""), r"torch\.compile and torch\.export"),
     "compile a block": (lambda m: compiled_in_place(m, "blocks.0"), r"torch\.compile and torch\.export"),
     "export": (lambda m: torch.export.export(m, models.tokens(0), strict=False), r"torch\.compile and torch\.export"),
+    "func.grad": (lambda m: torch.func.grad(lambda x: m.norm(x).sum())(X), r"torch\.func\.grad, .*use loss\.backward"),
+    "jvp": (lambda m: torch.func.jvp(m.blocks[0], (X,), (X,)), r"jvp, .*of a model under the engine"),
+    "jacrev in vmap": (lambda m: torch.vmap(torch.func.jacrev(m.norm))(X), r"jacrev, .*of a model under the engine"),
+    "forward mode": (lambda m: forward_mode(m.blocks[0]), r"forward-mode differentiation .*use loss\.backward"),
     "replicate": (lambda m: m._replicate_for_data_parallel(), r"nn\.DataParallel of a GPT"),
     "half": (lambda m: m.half(), r"converting a GPT.*parameter tokens\.weight.*Config\(device=…, precision=…\)"),
     "double": (lambda m: m.double(), r"converting a GPT.*parameter tokens\.weight"),
@@ -153,6 +165,16 @@ def test_functional_call_computes_with_what_it_is_given(engine: Engine) -> None:
     goes_on(engine)
 
 
+def test_what_differentiates_twice_or_maps_without_wrapping_parameters_works(engine: Engine) -> None:
+    norm, plain = engine.module.get_submodule("norm"), build(GPT, two_groups)[0].get_submodule("norm")
+    x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(0))
+    assert_same(torch.vmap(norm)(x).detach(), torch.vmap(plain)(x).detach(), "vmap")
+    for vectorize in (False, True):
+        got, expected = (torch.autograd.functional.jacobian(each, x, vectorize=vectorize) for each in (norm, plain))
+        assert_same(got, expected, f"jacobian, {vectorize=}")
+    goes_on(engine)
+
+
 def test_an_engine_is_neither_copied_nor_pickled(engine: Engine) -> None:
     for use in (copy.copy, copy.deepcopy, pickled):
         with pytest.raises(ModelError, match=r"an engine cannot be copied or pickled.*engine\.state_dict\(\)"):
@@ -194,3 +216,39 @@ def test_models_that_are_refused_at_start(make: Callable[[], nn.Module], message
     model = make()
     with pytest.raises(ModelError, match=message):
         infinity.initialize(model, torch.optim.SGD(model.parameters()), Config(**ENOUGH))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+        lambda layer: prune.random_structured(layer, "weight", amount=0.5, dim=0),
+        lambda layer: nn.utils.parametrizations.weight_norm(layer),
+        lambda layer: layer._parameters.pop("weight"),
+        lambda layer: delattr(layer, "weight"),
+    ],
+    ids=["prune", "prune structured", "weight norm", "pop", "delete"],
+)
+def test_a_managed_parameter_is_not_taken_away(engine: Engine, change: Callable[[nn.Module], object]) -> None:
+    layer = next(module for module in engine.module.modules() if isinstance(module, nn.Linear))
+    with pytest.raises(ModelError, match=r"'weight' of .+ before infinity.initialize"):
+        change(layer)
+    goes_on(engine)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: nn.utils.parametrizations.spectral_norm(layer),
+        lambda layer: nn.utils.parametrizations.orthogonal(layer),
+    ],
+    ids=["spectral norm", "orthogonal"],
+)
+def test_what_writes_to_a_parameter_before_taking_it_away_is_never_silent(
+    engine: Engine, change: Callable[[nn.Module], object]
+) -> None:
+    layer = next(module for module in engine.module.modules() if isinstance(module, nn.Linear))
+    with pytest.raises(ModelError, match=r"'weight' of .+ before infinity.initialize"):
+        change(layer)
+    with pytest.raises(ModelError, match=r"qkv.weight was changed in place"):
+        engine(*models.tokens(0))

@@ -40,6 +40,7 @@ class Collectives:
     """The ranks of one job; made by ``open_process_group``.
 
     On an accelerator a collective is queued on the current stream and the call returns; on the CPU it has ended.
+    Every rank calls the same ones in the same order with the same sizes; gloo aborts a process that is sent too much.
 
     Args:
         device: this rank's.
@@ -165,8 +166,12 @@ class Collectives:
 
 
 def started_as_ranks() -> bool:
-    """Whether this process was started as one of several ranks, by torchrun or alike."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    """Whether this process was started as one of several ranks, by torchrun or alike.
+
+    Raises:
+        ConfigError: what it was told is no number.
+    """
+    return "RANK" in os.environ and _number("WORLD_SIZE", "1") > 1
 
 
 def open_process_group(
@@ -180,32 +185,43 @@ def open_process_group(
         patience_seconds: how long at a barrier, or when facts are exchanged.
 
     Raises:
-        ConfigError: this process was not started as one of several ranks, or there is no library for the device.
+        ConfigError: this process was not started as one of several ranks, or as no number of them, or there is no
+            library for the device.
         RanksError: not all came.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = _number("LOCAL_RANK", "0")
     if device.type != "cpu":
         device = torch.device(device.type, local_rank)
         torch.accelerator.set_device_index(device)
     patience = datetime.timedelta(seconds=patience_seconds)
-    owned = not dist.is_initialized()
-    if owned:
-        _join(device, datetime.timedelta(seconds=timeout_seconds))
+    leave = contextlib.ExitStack()
     try:
+        owned = not dist.is_initialized()
+        if owned:
+            _join(device, datetime.timedelta(seconds=timeout_seconds))
+            leave.callback(dist.destroy_process_group)
         data = dist.group.WORLD
         assert data is not None
         with _named(dist.get_rank(), dist.get_world_size(), "meeting"):
             control = dist.new_group(backend="gloo", timeout=patience)
         assert isinstance(control, dist.ProcessGroup)
-
-        def close() -> None:
-            dist.destroy_process_group(None if owned else control)
-
-        return Collectives(device, data, control, local_rank=local_rank, patience=patience, close=close)
+        if not owned:
+            leave.callback(dist.destroy_process_group, control)
+        return Collectives(device, data, control, local_rank=local_rank, patience=patience, close=leave.close)
     except BaseException:
-        if owned:
-            dist.destroy_process_group()
+        leave.close()
         raise
+
+
+def _number(name: str, default: str = "") -> int:
+    """A number that torchrun has put into the environment."""
+    value = os.environ.get(name, default)
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {name}: expected a number, got {value!r}; start with torchrun"
+        ) from None
 
 
 def _join(device: torch.device, timeout: datetime.timedelta) -> None:
@@ -216,7 +232,7 @@ def _join(device: torch.device, timeout: datetime.timedelta) -> None:
     backend = dist.Backend.default_device_backend_map.get(device.type)
     if backend is None or not dist.is_backend_available(backend):
         raise ConfigError(f"this build of torch has no library for collectives between {device.type} devices")
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     with _named(rank, num_ranks, f"meeting at {address}", timeout.total_seconds()):
         dist.init_process_group(backend, timeout=timeout)

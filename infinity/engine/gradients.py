@@ -3,10 +3,11 @@
 A gradient lives on ``param.grad`` only from autograd's accumulation to the hook right after it. The sink copies it into
 the gradient shard of its part, in host memory, and the shard may then move to NVMe like any other until the step.
 
-What stands on ``param.grad`` afterwards is a placeholder: true about shape and dtype, NaN to read, and refused at the
-step if it was written to, so that code which clips or scales gradients by hand fails instead of finding none. It is
-also the truth about discarding: whoever sets ``param.grad = None`` (``model.zero_grad()``, a loop of the user's) has
-discarded the gradient, and whoever puts a tensor there has replaced it, exactly as in plain PyTorch.
+What stands on ``param.grad`` afterwards is a placeholder: true about shape and dtype, NaN to read, and an error to
+write (at once, or at the step where PyTorch did not see it), so that code which clips or scales gradients by hand fails
+instead of finding none. It is also the truth about discarding: whoever sets ``param.grad = None``
+(``model.zero_grad()``, a loop of the user's) has discarded the gradient, and whoever puts a tensor there has replaced
+it, exactly as in plain PyTorch.
 
 The dtype of sums: one backward's gradients are kept in the parameter's dtype, exactly as autograd made them. When a
 second backward arrives before the step and the optimizer steps in a wider dtype, the shard is promoted to that dtype
@@ -34,7 +35,7 @@ import torch
 from torch import nn
 
 from infinity.engine.prefetch import TRAINING, PrefetchScheduler
-from infinity.engine.unit import GRAD, GRAD_SUM, Part, Slot, placeholder
+from infinity.engine.unit import GRAD, GRAD_SUM, AwayGradient, Part, Slot, StandIn
 from infinity.errors import BudgetError, ModelError
 from infinity.io.memory import HEAP
 from infinity.store.loop import LoopThread
@@ -83,7 +84,7 @@ class GradientSink:
         self._parts = parts
         self._gradients: dict[int, _Gradients] = {}
         self._open_parts: dict[int, Part] = {}
-        self._placeholders: dict[nn.Parameter, torch.Tensor] = {}
+        self._placeholders: dict[nn.Parameter, StandIn] = {}
         self._backward = 1
 
     def expect(self, part: Part, position: int) -> None:
@@ -144,14 +145,17 @@ class GradientSink:
         self.let_go()
         self._backward += 1
 
+    def clear_placeholders(self) -> None:
+        """Take the placeholders off the parameters; what the user has put there stays."""
+        for slot in (slot for part in self._parts for slot in part.slots):
+            if self._is_kept(slot):
+                slot.param.grad = None
+
     def discard(self) -> None:
         """Forget every gradient (``zero_grad``)."""
         self.end_backward()
+        self.clear_placeholders()
         gradients, self._gradients = self._gradients, {}
-        for index, position in ((i, p) for i, g in gradients.items() for p in g.arrived):
-            slot = self._parts[index].slots[position]
-            if self._is_kept(slot):
-                slot.param.grad = None
         self._loop.run(self._delete(self._parts[i].key(g.kind) for i, g in gradients.items()))
 
     def take(self) -> dict[int, tuple[str, frozenset[int]]]:
@@ -198,7 +202,7 @@ class GradientSink:
                 self._refuse_change(self._parts[index].slots[position])
 
     def _refuse_change(self, slot: Slot) -> None:
-        if self._is_kept(slot) and self._placeholders[slot.param]._version:
+        if self._is_kept(slot) and not self._is_intact(slot):
             raise ModelError(
                 f"parameter {slot.name}: its gradient was changed in place after backward, while it was away; "
                 "discard gradients with zero_grad(set_to_none=True), or set param.grad to a new tensor"
@@ -214,14 +218,17 @@ class GradientSink:
             )
 
     def _is_kept(self, slot: Slot) -> bool:
-        return slot.param.grad is not None and slot.param.grad is self._placeholders.get(slot.param)
+        known = self._placeholders.get(slot.param)
+        return known is not None and slot.param.grad is known.tensor
+
+    def _is_intact(self, slot: Slot) -> bool:
+        known = self._placeholders.get(slot.param)
+        return known is not None and known.tensor._version == 0 and known.is_in(known.tensor)
 
     def _placeholder(self, part: Part, slot: Slot) -> torch.Tensor:
-        known = self._placeholders.get(slot.param)
-        if known is None or known._version:
-            known = placeholder(slot.shape, part.compute_dtype, slot.param.device)
-            self._placeholders[slot.param] = known
-        return known
+        if not self._is_intact(slot):
+            self._placeholders[slot.param] = StandIn(slot.shape, part.compute_dtype, slot.param.device, AwayGradient)
+        return self._placeholders[slot.param].tensor
 
     def _open(self, part: Part, gradients: _Gradients) -> None:
         self._loop.call_soon(self._scheduler.touch, Use.GRADIENT, part.index)
@@ -310,10 +317,11 @@ class ParamHooks:
         self._frozen = [(part, i) for part, i in self._frozen if not part.slots[i].param.requires_grad]
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters, and what stands in for gradients that nobody will step any more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._sink.clear_placeholders()
 
     def _before(self, part: Part, position: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:

@@ -3,7 +3,8 @@
 ``F.linear(hidden, self.embedding.weight)``, ``nn.ParameterList`` and ``nn.MultiheadAttention`` (which reads the weights
 of its output projection without calling it) use parameters of modules whose forward does not run. PyTorch looks every
 attribute ``module.name`` that is a parameter up in ``module._parameters``, so a dictionary there that tells of lookups
-sees each of them, at the price of one Python call; iterating over parameters stays silent.
+sees each of them, at the price of one Python call; iterating over parameters stays silent. The same dictionary refuses
+that a managed parameter is taken away: pruning and parametrizing would compute from placeholders.
 
 Rejected: a ``TorchFunctionMode`` (sees every operator and costs microseconds on each); patching ``nn.Module``.
 """
@@ -11,10 +12,12 @@ Rejected: a ``TorchFunctionMode`` (sees every operator and costs microseconds on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
 from infinity.engine.unit import Unit
+from infinity.errors import ModelError
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
@@ -32,12 +35,35 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         super().__init__(params)
         self._units = units
         self._on_read = on_read
+        self._name_of = {id(params[name]): name for name in units}
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         unit = self._units.get(name)
         if unit is not None and not unit.forward_depth:
             self._on_read(unit)
         return super().__getitem__(name)
+
+    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        if self._name_of.get(id(param), name) != name:  # about to be replaced under its own name
+            self._refuse_removal(self._name_of[id(param)])
+        super().__setitem__(name, param)
+
+    def __delitem__(self, name: str) -> None:
+        self._refuse_removal(name)
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """As of any dictionary; what is managed stays."""
+        self._refuse_removal(name)
+        return super().pop(name, *default)
+
+    def _refuse_removal(self, name: str) -> None:
+        """Parametrizations, pruning and weight norm take a parameter away and compute another from its values."""
+        if name in self._units:
+            raise ModelError(
+                f"parameter {name!r} of {self._units[name].name} is under the engine and cannot be removed or "
+                "parametrized (torch.nn.utils.parametrize, prune, weight_norm): do that before infinity.initialize()"
+            )
 
 
 def watch_reads(units: Iterable[Unit], on_read: Callable[[Unit], None]) -> list[nn.Module]:

@@ -153,9 +153,8 @@ class Refusals:
         for name, param in module._parameters.items():
             slot, value = self._slots.get(param) if param is not None else None, state.get(prefix + name)
             if slot is not None and slot.is_away and isinstance(value, torch.Tensor) and value.shape == slot.shape:
-                slot.param.data = torch.empty_strided(
-                    slot.shape, slot.stride, dtype=slot.param.dtype, device=slot.param.device
-                )
+                memory = torch.empty_strided(slot.shape, slot.stride, dtype=slot.param.dtype, device=slot.param.device)
+                slot.param.data = memory.copy_(slot.param.data)  # NaN: a value that cannot be copied leaves no garbage
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._require_values(module, "forward")
@@ -163,6 +162,16 @@ class Refusals:
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars:
             self._require_values(module, "state_dict()")
+
+
+def find_missing(model: nn.Module) -> str | None:
+    """The name of a parameter of which an engine, running or closed, has left nothing but a placeholder."""
+    for module in model.modules():
+        owner = getattr(getattr(vars(module).get("_apply"), "func", None), "__self__", None)
+        missing = owner._missing(module) if isinstance(owner, Refusals) else None
+        if missing is not None:
+            return missing.name
+    return None
 
 
 def _changes(slot: Slot, change: _Change) -> bool:

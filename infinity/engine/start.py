@@ -12,6 +12,7 @@ from torch import nn
 from infinity.engine.deferred import materialize
 from infinity.engine.optimizer import PartState
 from infinity.engine.precision import Precision
+from infinity.engine.refusals import find_missing
 from infinity.engine.shadow import is_shard
 from infinity.engine.unit import MASTER, PARAM, Part, Slot, StandIn, Unit, state_kind
 from infinity.errors import ModelError
@@ -55,6 +56,12 @@ def check_model(model: object, optimizer: object) -> None:
             raise ModelError(f"parameter {name} is lazy; run one forward pass before initialize()")
         if param.layout is not torch.strided:
             raise ModelError(f"parameter {name} has layout {param.layout}; expected a dense tensor")
+    missing = find_missing(model)
+    if missing is not None:
+        raise ModelError(
+            f"parameter {missing} has no values: its model is, or was until close(), under another engine; close that "
+            "and load values into the model, or build it anew"
+        )
     _check_memory({name: param for param, name in names.items() if not param.is_meta})
 
 
@@ -87,14 +94,14 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 
 def _check_memory(params: dict[str, nn.Parameter]) -> None:
-    """Refuse parameters without values of their own."""
+    """Refuse parameters whose elements are not their own."""
     ranges = []
     for name, param in params.items():
         storage, itemsize = param.untyped_storage(), param.element_size()
         if param.numel() * itemsize > storage.nbytes():
             raise ModelError(
-                f"parameter {name} has no values: its model is, or was until close(), under another engine; "
-                "build the model anew, or load its state into a new one"
+                f"parameter {name} is expanded: {param.numel()} elements share the memory of fewer; "
+                "make it of a tensor with memory for each (.clone(memory_format=torch.contiguous_format))"
             )
         span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
         if span == param.numel():  # of others it cannot be told from a range

@@ -1,4 +1,4 @@
-"""Whether a forward runs to be recorded or compiled, which has no place under the engine.
+"""Whether a forward runs to be recorded, compiled or transformed, which has no place under the engine.
 
 ``torch.compile``, ``torch.export`` and ``torch.jit.trace`` bake in, guard on or keep the memory of parameters as it is
 at that moment; under the engine it is another unit's a moment later. Some back ends would compute the right numbers,
@@ -7,6 +7,10 @@ start (``start.py``).
 
 A compiled frame is known by the callback that dynamo has put in force on the thread. Dynamo cannot trace the question
 itself: it breaks its graph there and runs the hook as it is, which then raises. PyTorch 2.6 has no such question.
+
+Forward-mode differentiation and the transforms of ``torch.func`` that differentiate wrap every tensor that is made
+while they run, and so would what a parameter gets for its memory: it would be there after them, and crash the process.
+(``torch.vmap`` wraps what depends on its inputs only, and works.)
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch._C import _functorch
 from torch._C._dynamo import eval_frame
+from torch.autograd import forward_ad
 
 from infinity.errors import ModelError
 
@@ -22,7 +28,7 @@ _compiling_callback: Callable[[], object] = getattr(eval_frame, "get_eval_frame_
 
 
 def refuse_tracing() -> None:
-    """Refuse a forward that is being recorded or compiled.
+    """Refuse a forward that is being recorded, compiled or transformed.
 
     Raises:
         ModelError: it is.
@@ -37,3 +43,14 @@ def refuse_tracing() -> None:
             "torch.jit.trace of a model under the engine is not supported: it records parameters that come and go; "
             "trace a model of your own with the values of engine.state_dict()"
         )
+    if forward_ad._current_level >= 0 or _differentiates():
+        raise ModelError(
+            "forward-mode differentiation and torch.func.grad, vjp, jvp, jacrev, jacfwd and hessian of a model under "
+            "the engine are not supported: they wrap parameters, which come and go; use loss.backward(), "
+            "torch.autograd.grad() or torch.autograd.functional"
+        )
+
+
+def _differentiates() -> bool:
+    transforms = _functorch.get_interpreter_stack() or ()
+    return any(transform.key() != _functorch.TransformType.Vmap for transform in transforms)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from infinity.errors import ModelError
 from infinity.store.shard import ShardKey
@@ -46,7 +47,7 @@ class UnitState(enum.Enum):
 
 
 class StandIn:
-    """What a parameter holds while its value is away: made once, so that a release costs one assignment.
+    """What a parameter or its gradient holds while its value is away: made once, so that a release costs an assignment.
 
     Attributes:
         tensor: the placeholder, of the parameter's shape.
@@ -54,10 +55,13 @@ class StandIn:
 
     __slots__ = ("_address", "_blank", "_memory", "tensor")
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, kind: type[torch.Tensor] = torch.Tensor
+    ) -> None:
+        value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
         with torch.inference_mode(False):  # else the parameter would become a tensor that no training may use
-            element = _blank(dtype, device)
-            self.tensor = element.expand(shape)
+            element = torch.full((), value, dtype=dtype, device=device)
+            self.tensor = torch.Tensor._make_subclass(kind, element.expand(shape))
         self._address = self.tensor.data_ptr()
         self._memory: memoryview | None = None  # elsewhere a read would wait for the device
         self._blank = b""
@@ -65,9 +69,9 @@ class StandIn:
             self._memory = element.view(1).view(torch.uint8).numpy().data
             self._blank = self._memory.tobytes()
 
-    def is_in(self, param: torch.Tensor) -> bool:
-        """Whether ``param`` still holds it, unwritten: a write through ``.data`` leaves no other trace."""
-        return param.data_ptr() == self._address and (self._memory is None or self._memory.tobytes() == self._blank)
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` still holds it, unwritten: a write through ``.data`` leaves no other trace."""
+        return tensor.data_ptr() == self._address and (self._memory is None or self._memory.tobytes() == self._blank)
 
 
 @dataclass(slots=True, eq=False)
@@ -251,41 +255,43 @@ class Unit:
 class AwayGradient(torch.Tensor):
     """What stands on ``param.grad`` once the gradient is away: NaN to read, and an error in clear words to write.
 
-    PyTorch refuses most writes to it, since its elements share memory, in words that name neither the gradient nor a
-    repair. What it lets pass (a fill, a gradient of one element) shows in the version counter.
+    PyTorch itself refuses most writes, since all elements share memory, in words that name neither the gradient nor a
+    repair. The others (a fill, an assignment to ``.data``, a gradient of one element) show in version and address.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` as on plain tensors, with the one refusal put into other words."""
+        """Run ``func`` as on plain tensors, and refuse changes."""
+        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         with torch._C.DisableTorchFunctionSubclass():
+            away = [each for each in given if isinstance(each, cls)]
+            before = [(each._version, each.data_ptr()) for each in away]
             try:
                 result = func(*args, **(kwargs or {}))
             except RuntimeError as error:
                 if "single memory location" not in str(error):
                     raise
-                raise ModelError(
-                    f"{getattr(func, '__name__', 'an operator')}() was to change a gradient in place that is away: "
-                    "gradients leave param.grad as soon as backward has made them, so that torch.nn.utils."
-                    "clip_grad_norm_, clip_grad_value_ and loops over param.grad find none; change or clip each in "
-                    "param.register_hook(), where its value is"
-                ) from error
-            if isinstance(result, torch.Tensor) and any(_share(result, argument) for argument in args):
+                raise _change_of_gradient(func) from error
+            if before != [(each._version, each.data_ptr()) for each in away]:
+                raise _change_of_gradient(func)
+            if isinstance(result, torch.Tensor) and any(_share(result, each) for each in given):
                 return result.as_subclass(cls)  # a view, or what .data and detach() give
             return result
 
-
-def _share(tensor: torch.Tensor, other: object) -> bool:
-    return isinstance(other, torch.Tensor) and other.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-
-
-def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What stands in for a gradient: one element seen as ``shape``, NaN to read where the dtype has one."""
-    return _blank(dtype, device).expand(shape).as_subclass(AwayGradient)
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.clone()
 
 
-def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device)
+def _change_of_gradient(func: Callable[..., Any]) -> ModelError:
+    return ModelError(
+        f"{getattr(func, '__name__', 'an operator')}() was to change a gradient in place that is away: gradients leave "
+        "param.grad as soon as backward has made them, so that torch.nn.utils.clip_grad_norm_, clip_grad_value_ and "
+        "loops over param.grad find none; discard them with zero_grad(set_to_none=True), change or clip each in "
+        "param.register_hook(), where its value is"
+    )
+
+
+def _share(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return other.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
