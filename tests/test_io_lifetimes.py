@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -328,16 +329,15 @@ async def test_closing_what_was_never_used(rig: Rig) -> None:
 
 async def _count_wakeups(backend: Backend, monkeypatch: pytest.MonkeyPatch, path: Path, num_bytes: int) -> int:
     file = await backend.open_file(path, create=True)
-    loop, num_wakeups = asyncio.get_running_loop(), 0
-    wake = loop.call_soon_threadsafe
+    num_wakeups, eventfd_read = 0, os.eventfd_read
 
-    def counted(*args: Any, **kwargs: Any) -> asyncio.Handle:
+    def counted(descriptor: int) -> int:
         nonlocal num_wakeups
         num_wakeups += 1
-        return wake(*args, **kwargs)
+        return eventfd_read(descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "call_soon_threadsafe", counted)
+        patch.setattr(os, "eventfd_read", counted)
         await backend.write_many([Transfer(file, 0, buffer(num_bytes)), Transfer(file, num_bytes, buffer(1))])
     return num_wakeups
 

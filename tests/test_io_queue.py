@@ -18,7 +18,7 @@ from infinity.io.backend import DIRECT_ALIGNMENT, Backend, Priority
 from infinity.io.files import QueuedFile
 from infinity.io.latency import LatencyHistogram
 from infinity.io.queue import MAX_SEGMENTS, RequestQueue
-from infinity.io.requests import Block, Call, CallBlock, Outcome, Piece, Request, TransferBlock, Transfers
+from infinity.io.requests import Block, Call, CallBlock, Piece, Request, TransferBlock, Transfers
 from infinity.io.threads import ThreadBackend
 
 PAGE = DIRECT_ALIGNMENT
@@ -72,10 +72,13 @@ class Desk:
         return self.queue.ready
 
     def done(self, block: Block) -> list[Request]:
-        return self.queue.complete(block, Outcome(block.num_bytes if isinstance(block, TransferBlock) else 0))
+        if isinstance(block, TransferBlock):
+            block.moved_bytes = block.num_bytes
+        return self.queue.complete(block)
 
     def fail(self, block: TransferBlock, moved_bytes: int = 0, error: BaseException | None = None) -> list[Request]:
-        return self.queue.complete(block, Outcome(moved_bytes, error=error or OSError(errno.EIO, "no")))
+        block.moved_bytes, block.error = moved_bytes, error or OSError(errno.EIO, "no")
+        return self.queue.complete(block)
 
     def taken(self) -> list[tuple[int, int]]:
         """Take and complete, one at a time, to the end: offsets and lengths."""
@@ -134,7 +137,7 @@ async def test_a_call_waits_for_its_turn_among_writes_and_holds_up_no_read() -> 
         21 * BLOCK,
     ]
     assert isinstance(order[2], CallBlock)
-    assert desk.queue.complete(order[2], Outcome()) == [call]
+    assert desk.queue.complete(order[2]) == [call]
 
 
 # The limit
@@ -412,16 +415,16 @@ class Model:
         fate = self.random.random()
         segments = [(segment, segment.start, segment.stop) for segment in block.segments]
         if fate < 0.75:
-            moved_bytes, outcome = block.num_bytes, Outcome(block.num_bytes)
+            block.moved_bytes = block.num_bytes
         else:
-            moved_bytes = self.random.randrange(block.num_bytes)
-            outcome = Outcome(moved_bytes, error=OSError(errno.EIO, "no"))
+            block.moved_bytes, block.error = self.random.randrange(block.num_bytes), OSError(errno.EIO, "no")
+        moved_bytes = block.moved_bytes
         for segment, start, stop in segments:
             part = min(moved_bytes, stop - start)
             moved_bytes -= part
             if part:
                 self.moved.setdefault(segment.piece, []).append((start, start + part))
-        self.end(self.desk.queue.complete(block, outcome))
+        self.end(self.desk.queue.complete(block))
 
     def drop(self) -> None:
         if self.alive:

@@ -429,16 +429,15 @@ async def test_one_wakeup_of_the_loop_per_request(
 ) -> None:
     backend = UringBackend(3, PAGE, False)
     file = await backend.open_file(tmp_path / "file", create=True)
-    loop, num_wakeups = asyncio.get_running_loop(), 0
-    wake = loop.call_soon_threadsafe
+    num_wakeups, eventfd_read = 0, os.eventfd_read
 
-    def counted(*args: Any, **kwargs: Any) -> asyncio.Handle:
+    def counted(descriptor: int) -> int:
         nonlocal num_wakeups
         num_wakeups += 1
-        return wake(*args, **kwargs)
+        return eventfd_read(descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "call_soon_threadsafe", counted)
+        patch.setattr(os, "eventfd_read", counted)
         end = num_blocks * PAGE
         await backend.write_many([Transfer(file, 0, buffer(end)), Transfer(file, end, buffer(1))])
     assert num_wakeups == 1

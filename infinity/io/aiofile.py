@@ -35,7 +35,7 @@ from infinity.errors import storage_error
 from infinity.io.completion import Completion, call_in_thread
 from infinity.io.files import Descriptors, QueuedFile
 from infinity.io.queued import QueuedBackend, without_frames
-from infinity.io.requests import Block, CallBlock, Outcome, TransferBlock
+from infinity.io.requests import Block, CallBlock, TransferBlock
 from infinity.io.syscalls import SYSCALLS, Syscalls
 
 P = ParamSpec("P")
@@ -154,12 +154,18 @@ class AiofilesBackend(QueuedBackend):
     def _start(self) -> None:
         """The executor starts threads as it needs them."""
 
-    def _wake(self) -> None:
+    def _waker(self) -> Callable[[], object] | None:
         """Another task, if there is something for it to do; it wakes the next."""
-        if self._queue.ready and len(self._tasks) < self._num_lanes:
-            task = asyncio.get_running_loop().create_task(self._work())
-            self._tasks.add(task)
-            task.add_done_callback(self._worked)
+        return self._add_task if self._queue.ready and len(self._tasks) < self._num_lanes else None
+
+    def _add_task(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._work())
+        self._tasks.add(task)
+        task.add_done_callback(self._worked)
+
+    def _wake(self) -> None:
+        if (wake := self._waker()) is not None:
+            wake()
 
     def _worked(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -177,21 +183,20 @@ class AiofilesBackend(QueuedBackend):
 
     async def _work(self) -> None:
         while (block := self._take()) is not None:
-            outcome = Outcome()
-            started = time.perf_counter()
             try:
                 if isinstance(block, CallBlock):
                     await self._run(block)
                 else:
-                    await self._move(block, outcome)
+                    await self._move(block)
             except Exception as error:  # raised again where the request is awaited
-                outcome.error = without_frames(error)
-            outcome.seconds = time.perf_counter() - started
-            for request in self._complete(block, outcome):
-                request.completion.finish()
+                block.error = without_frames(error)
+            for request in self._complete(block, time.perf_counter()):
+                request.finish()
 
     def _take(self) -> Block | None:
         block = self._queue.take()
+        if isinstance(block, TransferBlock):
+            block.started = time.perf_counter()
         self._wake()
         return block
 
@@ -199,13 +204,13 @@ class AiofilesBackend(QueuedBackend):
         calls = LastCall(self._threads)
         await calls.finish(lambda: asyncio.get_running_loop().run_in_executor(calls, block.request.run))
 
-    async def _move(self, block: TransferBlock, outcome: Outcome) -> None:
+    async def _move(self, block: TransferBlock) -> None:
         """Move the bytes of a block, continuing after short transfers; raise ``EOFError`` where no more move."""
         file = block.file
         assert isinstance(file, _AiofilesFile)
         lane = file.free.pop()
         try:
-            while (done := outcome.moved_bytes) < block.num_bytes:
+            while (done := block.moved_bytes) < block.num_bytes:
                 position = block.position + done
                 descriptor, num_bytes = lane.descriptors.route(position, block.num_bytes - done)
                 if block.misaligned:
@@ -217,8 +222,8 @@ class AiofilesBackend(QueuedBackend):
                     continue
                 if moved_bytes == 0:
                     raise EOFError
-                outcome.moved_bytes += moved_bytes
-                outcome.cached_bytes += moved_bytes if descriptor == lane.descriptors.buffered else 0
+                block.moved_bytes += moved_bytes
+                block.cached_bytes += moved_bytes if descriptor == lane.descriptors.buffered else 0
         finally:
             file.free.append(lane)
 

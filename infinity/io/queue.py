@@ -26,7 +26,7 @@ from collections import OrderedDict
 
 from infinity.io.backend import DIRECT_ALIGNMENT, Priority
 from infinity.io.files import QueuedFile
-from infinity.io.requests import Block, Call, CallBlock, Outcome, Request, Segment, TransferBlock, Transfers
+from infinity.io.requests import Block, Call, CallBlock, Request, Segment, TransferBlock, Transfers
 
 MAX_IN_FLIGHT_BYTES = 64 << 20
 """What the workers of one backend hold at most."""
@@ -106,30 +106,30 @@ class RequestQueue:
         self._running_bytes += block.num_bytes
         return block
 
-    def complete(self, block: Block, outcome: Outcome) -> list[Request]:
+    def complete(self, block: Block) -> list[Request]:
         """Take back a block that is done with; which requests have ended by this."""
         if isinstance(block, CallBlock):
             block.request.num_running = 0
-            block.request.failure = outcome.error
+            block.request.failure = block.error
             return [block.request]
         self._num_running[block.write] -= 1
         self._running_bytes -= block.num_bytes
         ended: list[Request] = []
-        left_bytes = outcome.moved_bytes
+        left_bytes = block.moved_bytes
         for segment in block.segments:
             request, num_bytes = segment.request, segment.stop - segment.start
             if num_bytes <= left_bytes:
                 left_bytes -= num_bytes
                 segment.piece.moved_bytes += num_bytes
             else:
-                assert outcome.error is not None
+                assert block.error is not None
                 segment.piece.moved_bytes += left_bytes
                 segment.start += left_bytes
                 left_bytes = 0
                 if len(block.segments) > 1 and not request.dropped:
                     self._repeat(segment)
                     continue
-                self._fail(segment, outcome.error)
+                self._fail(segment, block.error)
             request.num_running -= 1
             if request.exhausted and not request.num_running:
                 ended.append(request)

@@ -14,25 +14,26 @@ import errno
 import os
 import threading
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from infinity.errors import EngineStateError, StorageError, storage_error
 from infinity.io.backend import DIRECT_ALIGNMENT, Backend, File, IOStatistics, Priority, Transfer
+from infinity.io.bell import Bell
 from infinity.io.completion import Completion, InFlight
 from infinity.io.files import Descriptors, QueuedFile
+from infinity.io.memory import address_of
 from infinity.io.queue import RequestQueue
-from infinity.io.requests import Block, Call, Outcome, Piece, Request, TransferBlock, Transfers
+from infinity.io.requests import Block, Call, Piece, Request, TransferBlock, Transfers
 from infinity.io.syscalls import Syscalls
 
 T = TypeVar("T")
 
-_MAX_OUTCOMES = 1024
+_MAX_MOVED = 1024
+
+_Place = tuple[File, int, memoryview]
 
 
 class QueuedBackend(Backend):
@@ -50,9 +51,8 @@ class QueuedBackend(Backend):
         self._statistics = IOStatistics(extra={"bounced_bytes": 0, "cached_bytes": 0})
         self._files: set[QueuedFile] = set()
         self._in_flight = InFlight()
-        self._outcomes: list[tuple[bool, Outcome]] = []
-        self._ended: deque[Request] = deque()
-        self._finishing = False
+        self._moved: list[tuple[bool, int, float]] = []
+        self._bell: Bell | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed: Completion | None = None
 
@@ -63,8 +63,8 @@ class QueuedBackend(Backend):
         """Start workers that are missing; before each request."""
 
     @abstractmethod
-    def _wake(self) -> None:
-        """The queue may have become ``ready``, by a new request or one less: see that a worker looks."""
+    def _waker(self) -> Callable[[], object] | None:
+        """Under the lock, when the queue may have become ``ready``: how to have a worker look, if one must be."""
 
     @abstractmethod
     async def _stop(self) -> bool:
@@ -82,7 +82,10 @@ class QueuedBackend(Backend):
 
     async def open_file(self, path: Path, *, create: bool = False) -> File:
         """Open a file; a cancelled or failed call leaves no descriptor, and no file that it created."""
-        self._admit()
+        try:
+            self._admit()
+        except OSError as error:  # no descriptor is left
+            raise storage_error("open", error, path=path) from error
         call = Call(lambda: self._make_file(path, self._open(path, create=create)), Priority.DEMAND)
         with self._in_flight:
             cancelled = await self._perform(call)
@@ -99,21 +102,21 @@ class QueuedBackend(Backend):
         self, file: File, offset: int, buffer: memoryview, *, priority: Priority = Priority.DEMAND
     ) -> None:
         """One request of one transfer."""
-        await self._transfer((Transfer(file, offset, buffer),), write=False, priority=priority)
+        await self._transfer(((file, offset, buffer),), write=False, priority=priority)
 
     async def write_from(
         self, file: File, offset: int, buffer: memoryview, *, priority: Priority = Priority.BACKGROUND
     ) -> None:
         """One request of one transfer."""
-        await self._transfer((Transfer(file, offset, buffer),), write=True, priority=priority)
+        await self._transfer(((file, offset, buffer),), write=True, priority=priority)
 
     async def read_many(self, transfers: Sequence[Transfer], *, priority: Priority = Priority.DEMAND) -> None:
         """One request of many transfers; an error drops what was not begun."""
-        await self._transfer(transfers, write=False, priority=priority)
+        await self._transfer(map(_place, transfers), write=False, priority=priority)
 
     async def write_many(self, transfers: Sequence[Transfer], *, priority: Priority = Priority.BACKGROUND) -> None:
         """One request of many transfers; an error drops what was not begun."""
-        await self._transfer(transfers, write=True, priority=priority)
+        await self._transfer(map(_place, transfers), write=True, priority=priority)
 
     async def fsync(self, file: File) -> None:
         """Queued as background work: a flush never holds up a read that waits."""
@@ -160,6 +163,8 @@ class QueuedBackend(Backend):
                 except StorageError as error:
                     errors.append(error)
             cancelled |= await self._stop()
+            if self._bell is not None:
+                self._bell.close()
             self._closed.finish()
         if cancelled:
             raise asyncio.CancelledError
@@ -170,8 +175,7 @@ class QueuedBackend(Backend):
 
     async def _release(self, file: QueuedFile) -> bool:
         call = Call(lambda: self._close(file), Priority.DEMAND)
-        with self._in_flight:
-            cancelled = await self._perform(call, droppable=False)
+        cancelled = await self._perform(call, droppable=False)
         self._files.discard(file)
         if not cancelled:
             call.result()
@@ -188,6 +192,8 @@ class QueuedBackend(Backend):
         self._bind()
         if self._closed is not None:
             raise EngineStateError(f"I/O backend {self.name!r} is closed: open another before more transfers")
+        if self._bell is None:
+            self._bell = Bell()
         self._start()
 
     def _own(self, file: File) -> QueuedFile:
@@ -196,34 +202,32 @@ class QueuedBackend(Backend):
         file.check_open()
         return file
 
-    def _pieces(self, transfers: Iterable[Transfer], *, write: bool) -> list[Piece]:
+    def _pieces(self, places: Iterable[_Place], *, write: bool) -> list[Piece]:
         pieces = []
-        for transfer in transfers:
-            file, view = self._own(transfer.file), transfer.buffer
-            if transfer.offset < 0:
-                raise ValueError(f"offset in {file.path}: expected 0 or more, got {transfer.offset}")
+        for file, offset, view in places:
+            own = self._own(file)
+            if offset < 0:
+                raise ValueError(f"offset in {own.path}: expected 0 or more, got {offset}")
             if not view.c_contiguous or (view.readonly and not write):
-                raise ValueError(f"buffer for {file.path}: expected contiguous memory, writable for a read")
+                raise ValueError(f"buffer for {own.path}: expected contiguous memory, writable for a read")
             if view.nbytes:
-                view = view.cast("B")
-                address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-                pieces.append(Piece(file, transfer.offset, view, address))
+                flat = view.cast("B")
+                pieces.append(Piece(own, offset, flat, address_of(flat)))
         return pieces
 
-    async def _transfer(self, transfers: Sequence[Transfer], *, write: bool, priority: Priority) -> None:
+    async def _transfer(self, places: Iterable[_Place], *, write: bool, priority: Priority) -> None:
         self._admit()
-        pieces = self._pieces(transfers, write=write)
+        pieces = self._pieces(places, write=write)
         if not pieces:
             return
         request = Transfers(pieces, write=write, priority=priority)
-        users = [self._in_flight, *(piece.file.in_flight for piece in pieces)]
-        for user in users:
-            user.begin()
+        for piece in pieces:
+            piece.file.in_flight.begin()
         try:
             cancelled = await self._perform(request)
         finally:
-            for user in users:
-                user.end()
+            for piece in pieces:
+                piece.file.in_flight.end()
         error = request.error()
         request.failure = None
         for piece in pieces:
@@ -239,7 +243,7 @@ class QueuedBackend(Backend):
     async def _call(self, file: QueuedFile, function: Callable[[QueuedFile], T]) -> T:
         self._admit()
         call = Call(lambda: function(file), Priority.BACKGROUND)
-        with self._in_flight, file.in_flight:
+        with file.in_flight:
             cancelled = await self._perform(call)
         if cancelled:
             raise asyncio.CancelledError
@@ -247,74 +251,70 @@ class QueuedBackend(Backend):
 
     async def _perform(self, request: Request, *, droppable: bool = True) -> bool:
         """Queue a request and wait until it has ended; whether cancelled meanwhile."""
-        with self._lock:
-            self._queue.push(request)
-            self._statistics.num_in_flight += 1
-        self._wake()
-        cancelled = await request.completion.wait((lambda: self._drop(request)) if droppable else None)
-        with self._lock:
-            if len(self._outcomes) >= _MAX_OUTCOMES:
+        statistics = self._statistics
+        statistics.num_in_flight += 1
+        with self._in_flight:
+            with self._lock:
+                self._queue.push(request)
+                wake = self._waker()
+            if wake is not None:
+                wake()
+            cancelled = await request.wait((lambda: self._drop(request)) if droppable else None)
+        statistics.num_in_flight -= 1
+        statistics.num_errors += request.failure is not None
+        if request.write:
+            statistics.num_writes += request.num_whole
+        else:
+            statistics.num_reads += request.num_whole
+        if len(self._moved) >= _MAX_MOVED:
+            with self._lock:
                 self._count()
-            statistics = self._statistics
-            statistics.num_in_flight -= 1
-            statistics.num_errors += request.failure is not None
-            if request.write:
-                statistics.num_writes += request.num_whole
-            else:
-                statistics.num_reads += request.num_whole
         return cancelled
 
     def _drop(self, request: Request) -> None:
         with self._lock:
             ended = self._queue.drop(request)
+            wake = self._waker()  # who had to wait behind it may fit
         if ended:
-            request.completion.finish()
-        self._wake()  # who had to wait behind it may fit
+            request.finish()
+        if wake is not None:
+            wake()
 
-    # On the workers.
+    # On the workers; the first two under the lock.
 
-    def _complete(self, block: Block, outcome: Outcome) -> list[Request]:
+    def _complete(self, block: Block, now: float) -> list[Request]:
         """Give back a block. Returns the requests that have ended by this, which the worker is to finish."""
-        with self._lock:
-            ended = self._queue.complete(block, outcome)
-            if isinstance(block, TransferBlock):
-                outcome.error = None  # raised where it is awaited, it would keep that frame and its buffers
-                self._outcomes.append((block.write, outcome))
+        ended = self._queue.complete(block)
+        block.error = None  # raised where it is awaited, it would keep that frame and its buffers
+        if isinstance(block, TransferBlock):
+            self._moved.append((block.write, block.moved_bytes, now - block.started))
+            if block.bounced_bytes or block.cached_bytes:
+                extra = self._statistics.extra
+                extra["bounced_bytes"] += block.bounced_bytes
+                extra["cached_bytes"] += block.cached_bytes
         return ended
 
     def _count(self) -> None:
-        """Add up what became of blocks; when someone asks or there are many, and not each time one is done."""
-        statistics, extra = self._statistics, self._statistics.extra
-        for write, outcome in self._outcomes:
+        """Add up what was moved; when someone asks or there is much, and not each time a block is done."""
+        statistics = self._statistics
+        for write, num_bytes, seconds in self._moved:
             if write:
-                statistics.written_bytes += outcome.moved_bytes
-                statistics.write_seconds += outcome.seconds
-                statistics.write_latency.add(outcome.seconds)
+                statistics.written_bytes += num_bytes
+                statistics.write_seconds += seconds
+                statistics.write_latency.add(seconds)
             else:
-                statistics.read_bytes += outcome.moved_bytes
-                statistics.read_seconds += outcome.seconds
-                statistics.read_latency.add(outcome.seconds)
-            extra["bounced_bytes"] += outcome.bounced_bytes
-            extra["cached_bytes"] += outcome.cached_bytes
-        self._outcomes.clear()
+                statistics.read_bytes += num_bytes
+                statistics.read_seconds += seconds
+                statistics.read_latency.add(seconds)
+        self._moved.clear()
 
-    def _finish_threadsafe(self, ended: Iterable[Request]) -> None:
-        """Wake those who wait for requests that have ended: all that end meanwhile, by one wake-up of the loop.
+    def _finish_threadsafe(self, ended: Sequence[Completion]) -> None:
+        """Wake those who wait for what has ended, by one wake-up of the loop at most."""
+        if ended:
+            assert self._bell is not None
+            self._bell.ring(ended)
 
-        Without a lock: a request is put down before the flag is looked at, and the flag is taken down before the
-        requests are looked for; so whoever saw it up has put down what will be found.
-        """
-        self._ended.extend(ended)
-        if not self._finishing:
-            self._finishing = True
-            assert self._loop is not None
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(self._finish)
-
-    def _finish(self) -> None:
-        self._finishing = False
-        while self._ended:
-            self._ended.popleft().completion.finish()
+    # Whole files, on the workers.
 
     def _open(self, path: Path, *, create: bool) -> list[Descriptors]:
         lanes: list[Descriptors] = []
@@ -382,6 +382,10 @@ class QueuedBackend(Backend):
             raise storage_error(
                 "preallocate", error, path=file.path, expected_bytes=size_bytes, got_bytes=former_bytes
             ) from error
+
+
+def _place(transfer: Transfer) -> _Place:
+    return transfer.file, transfer.offset, transfer.buffer
 
 
 def without_frames(error: BaseException) -> BaseException:

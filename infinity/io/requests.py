@@ -32,25 +32,6 @@ from infinity.io.files import QueuedFile
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What became of one block; its worker fills it in as it goes.
-
-    Attributes:
-        moved_bytes: bytes moved, however they went; all of the block's, or there is an error.
-        bounced_bytes: those copied through an aligned buffer, because the caller's address was not aligned.
-        cached_bytes: those that went through the page cache.
-        seconds: from taking the block until it was moved.
-        error: what stopped it.
-    """
-
-    moved_bytes: int = 0
-    bounced_bytes: int = 0
-    cached_bytes: int = 0
-    seconds: float = 0.0
-    error: BaseException | None = None
-
-
 @dataclass(slots=True, eq=False)
 class Piece:
     """A ``Transfer`` under way.
@@ -117,6 +98,11 @@ class TransferBlock:
         segments: in the order of the file, without gaps. With direct I/O they meet at multiples of
             ``DIRECT_ALIGNMENT``, in the file and in memory.
         misaligned: direct I/O would refuse the address; then there is one segment.
+        started: when its worker took it (``time.perf_counter``).
+        moved_bytes: bytes moved so far, however they went; in the end all of the block's, or there is an error.
+        bounced_bytes: those copied through an aligned buffer, because the caller's address was not aligned.
+        cached_bytes: those that went through the page cache.
+        error: what stopped it.
     """
 
     file: QueuedFile
@@ -125,6 +111,11 @@ class TransferBlock:
     num_bytes: int
     segments: list[Segment]
     misaligned: bool
+    started: float = 0.0
+    moved_bytes: int = 0
+    bounced_bytes: int = 0
+    cached_bytes: int = 0
+    error: BaseException | None = None
 
     def views(self, start: int, num_bytes: int) -> list[memoryview]:
         """The callers' memory for ``num_bytes`` bytes of the block, from its byte ``start`` on."""
@@ -143,15 +134,20 @@ class TransferBlock:
         return views
 
 
-class Request:
-    """What one await waits for. Made on the loop; everything but ``completion`` belongs to the queue and its lock."""
+class Request(Completion):
+    """What one await waits for. Made on the loop; but what it adds to a ``Completion`` is the queue's, under its lock.
 
-    write = True
-    """Whether it stands in line with the writes."""
+    Args:
+        write: whether it stands in line with the writes.
+        priority: before or behind whom it stands.
+    """
 
-    def __init__(self, priority: Priority) -> None:
+    __slots__ = ("arrival", "dropped", "exhausted", "failure", "num_running", "priority", "write")
+
+    def __init__(self, *, write: bool, priority: Priority) -> None:
+        super().__init__()
+        self.write = write
         self.priority = priority
-        self.completion = Completion()
         self.arrival = 0
         self.num_running = 0
         self.exhausted = False
@@ -172,8 +168,10 @@ class Request:
 class Call(Request, Generic[T]):
     """A blocking function for a worker to call; a single block. Writes before it in line go first."""
 
+    __slots__ = ("_function", "results")
+
     def __init__(self, function: Callable[[], T], priority: Priority) -> None:
-        super().__init__(priority)
+        super().__init__(write=True, priority=priority)
         self._function = function
         self.results: list[T] = []
 
@@ -191,9 +189,10 @@ class Call(Request, Generic[T]):
 class Transfers(Request):
     """A cursor over the bytes of one batch, in the order of its files."""
 
+    __slots__ = ("_index", "_pieces", "_start", "again", "failed")
+
     def __init__(self, pieces: Sequence[Piece], *, write: bool, priority: Priority) -> None:
-        super().__init__(priority)
-        self.write = write
+        super().__init__(write=write, priority=priority)
         self.again: deque[Segment] = deque()
         self.failed: Segment | None = None
         if len(pieces) > 1:
@@ -206,6 +205,8 @@ class Transfers(Request):
     @property
     def num_whole(self) -> int:
         """How many transfers were moved whole."""
+        if self.failure is None and not self.dropped:
+            return len(self._pieces)
         return sum(piece.moved_bytes == len(piece.view) for piece in self._pieces)
 
     @property
@@ -282,6 +283,7 @@ class CallBlock:
     """The whole of a ``Call``."""
 
     request: Call[Any]
+    error: BaseException | None = None
 
 
 Block = TransferBlock | CallBlock

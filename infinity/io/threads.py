@@ -4,28 +4,33 @@ A thread blocked in a system call costs nothing and holds no GIL, and a few bloc
 NVMe device busy: measured, this equals a C loop over io_uring (1.0x the bandwidth) as long as one request costs one
 wake-up of the loop. It needs no dependency and no kernel feature, and works on every file system.
 
-Where the CPU time goes (2 virtual cores shared with other work; 2 requests of 64 MiB, reading, CPU seconds per GB):
+Where the CPU time goes (2 virtual cores shared with other work, so +-20%; 2 requests of 64 MiB, reading, CPU seconds
+per GB, medians of 9):
 
-==============================  ===========  ==========
-blocks in flight                4 MiB x 8    8 MiB x 4
-==============================  ===========  ==========
+==============================  ===========  ==========  ==========
+blocks in flight                4 MiB x 8    8 MiB x 4   32 MiB x 2
+==============================  ===========  ==========  ==========
 bare threads around ``preadv``  .008-.010    .006
-this backend                    .015-.017    .012-.016
-its loop thread, of that        .003         .003
-==============================  ===========  ==========
+this backend                    .016-.018    .014        .008
+its loop thread, of that        .003         .003        .003
+a bare asyncio wake-up          .0016        .0016       .0016
+==============================  ===========  ==========  ==========
 
-The difference is hardly instructions: handing over a block takes 4 us of Python in a tight loop, but 28 us when it
-comes every 2 ms and 84 us when it comes every 10 ms, because by then the caches hold other things; a bare asyncio
-wake-up costs 120 us of the loop thread in the same way. So what counts is how rarely and how little code is run:
+The difference is hardly instructions: all that a request of one block runs takes 12 us in a tight loop, but a request
+of 64 MiB costs 190 us of the loop thread alone, because by the time it ends the caches hold other things (a bare
+asyncio wake-up costs 100 us in the same way). So what counts is how rarely code runs, and how much *different* code:
 
-* One wake-up of the loop for all requests that end together, and none for blocks.
-* A worker that is done takes the next block itself. Only where someone sleeps and a block is ready is one sleeper
-  woken, who wakes the next: ``Condition.notify(n)`` woke threads that found nothing (with one request for each block,
-  half as many context switches again). Each sleeps on a lock of its own, and who slept last is woken first.
+* One wake-up of the loop for all requests that end together, by an eventfd (``bell.py``), and none for blocks.
+* A worker gives back its block and takes the next at one go. Only where someone sleeps and a block is ready is one
+  sleeper woken, who wakes the next: ``Condition.notify(n)`` woke threads that found nothing (with one request for each
+  block, half as many context switches again). Each sleeps on a lock of its own, and who slept last is woken first.
 * What became of a block is put down, and added up when someone asks for statistics.
 
-With one request for each block of 4 MiB it is .026-.033 (.029-.044 before the above), half of it the loop's: large
-requests are what makes asyncio cheap.
+Tried, and not worth it (below 3%): waking the awaiting task in the same turn of the loop, by an awaitable of our own;
+the whole path of a request written out in one function.
+
+With one request for each block of 4 MiB the cost is .026-.033 (measured before ``bell.py``), half of it the loop's:
+large requests are what makes asyncio cheap.
 
 Aligned bytes move straight between the device and the caller's memory. Where only the *address* is misaligned, they
 go through a small aligned buffer that each thread keeps for that, copied without the GIL: slower, and still around
@@ -43,7 +48,7 @@ import numpy as np
 from infinity.io.completion import Completion
 from infinity.io.memory import HUGE_PAGE_BYTES, allocate, as_bytes
 from infinity.io.queued import QueuedBackend, without_frames
-from infinity.io.requests import Block, CallBlock, Outcome, TransferBlock
+from infinity.io.requests import Block, CallBlock, TransferBlock
 from infinity.io.syscalls import SYSCALLS, Syscalls
 
 _Move = Callable[[int, memoryview, int], int]
@@ -90,27 +95,21 @@ class ThreadBackend(QueuedBackend):
             thread.start()
             self._threads.append(thread)
 
-    def _wake(self) -> None:
-        with self._lock:
-            sleeper = self._sleeper()
-        if sleeper is not None:
-            sleeper.release()
-
-    def _sleeper(self) -> threading.Lock | None:
-        """Whom to wake so that the next block is taken; nobody while one who was woken has not looked yet."""
+    def _waker(self) -> Callable[[], object] | None:
+        """The lock of a thread that sleeps; of nobody while one who was woken has not looked yet."""
         if self._waking or not self._sleepers or not self._queue.ready:
             return None
         self._waking = True
-        return self._sleepers.pop()
+        return self._sleepers.pop().release
 
     async def _stop(self) -> bool:
         if not self._threads:
             return False
         with self._lock:
-            self._ending = Completion()
+            ending = self._ending = Completion()
             while self._sleepers:
                 self._sleepers.pop().release()
-        cancelled = await self._ending.wait()
+        cancelled = await ending.wait()
         for thread in self._threads:
             thread.join()  # each has left its loop: the last to do so ended the wait
         self._threads.clear()
@@ -119,60 +118,56 @@ class ThreadBackend(QueuedBackend):
     def _work(self) -> None:
         signal = threading.Lock()
         signal.acquire()
-        while self._work_once(signal):
+        while (ending := self._work_once(signal)) is None:
             pass
         with self._lock:
             self._num_ended += 1
             last = self._num_ended == len(self._threads)
         if last:
-            assert self._ending is not None
-            self._ending.finish_threadsafe()
+            self._finish_threadsafe([ending])
 
-    def _work_once(self, signal: threading.Lock) -> bool:
-        """Do one block, waiting for it; false at the end. No view of a buffer outlives the request in this frame."""
-        block = self._take(signal)
-        if block is None:
-            return False
-        outcome = Outcome()
-        started = time.perf_counter()
-        try:
-            if isinstance(block, CallBlock):
-                block.request.run()
+    def _work_once(self, signal: threading.Lock) -> Completion | None:
+        """Do blocks while there are any, then sleep; what to finish, at the end."""
+        block = self._turn(None, signal)
+        while block is not None:
+            try:
+                if isinstance(block, CallBlock):
+                    block.request.run()
+                else:
+                    self._move(block)
+            except BaseException as error:  # raised again where the request is awaited
+                block.error = without_frames(error)
+            block = self._turn(block, signal)
+        signal.acquire()
+        return self._ending
+
+    def _turn(self, done: Block | None, signal: threading.Lock) -> Block | None:
+        """Give back a block and take the next; where there is none, ``signal`` is released when there may be."""
+        now = time.perf_counter()
+        with self._lock:
+            if done is None:
+                self._waking = False
+                ended = []
             else:
-                self._move(block, outcome)
-        except BaseException as error:  # raised again where the request is awaited
-            outcome.error = without_frames(error)
-        outcome.seconds = time.perf_counter() - started
-        ended = self._complete(block, outcome)
-        del block, outcome
-        if ended:
-            self._finish_threadsafe(ended)
-        return True
-
-    def _take(self, signal: threading.Lock) -> Block | None:
-        """The next block; sleeps on ``signal`` while there is none; ``None`` at the end."""
-        woken = False
-        while True:
-            with self._lock:
-                if woken:
-                    self._waking = False
-                block = self._queue.take()
-                if block is not None:
-                    next_sleeper = self._sleeper() if self._sleepers else None
-                    break
-                if self._ending is not None:
-                    return None
-                self._sleepers.append(signal)
-            signal.acquire()
-            woken = True
-        if next_sleeper is not None:
-            next_sleeper.release()
+                ended = self._complete(done, now)
+            block = self._queue.take()
+            if isinstance(block, TransferBlock):
+                block.started = now
+            wake = self._waker()
+            if block is None:
+                if self._ending is None:
+                    self._sleepers.append(signal)
+                else:
+                    signal.release()
+        self._finish_threadsafe(ended)
+        if wake is not None:
+            wake()
         return block
 
-    def _move(self, block: TransferBlock, outcome: Outcome) -> None:
+    def _move(self, block: TransferBlock) -> None:
         """Move the bytes of a block, continuing after short transfers; raise ``EOFError`` where no more move."""
         calls, lane, write = self._syscalls, block.file.lanes[0], block.write
-        while (done := outcome.moved_bytes) < block.num_bytes:
+        while (done := block.moved_bytes) < block.num_bytes:
             position = block.position + done
             descriptor, num_bytes = lane.route(position, block.num_bytes - done)
             views = block.views(done, num_bytes)
@@ -191,11 +186,11 @@ class ThreadBackend(QueuedBackend):
                 continue
             if moved_bytes == 0:
                 raise EOFError
-            outcome.moved_bytes += moved_bytes
+            block.moved_bytes += moved_bytes
             if bounce:
-                outcome.bounced_bytes += moved_bytes
+                block.bounced_bytes += moved_bytes
             if descriptor == lane.buffered:
-                outcome.cached_bytes += moved_bytes
+                block.cached_bytes += moved_bytes
 
     def _bounce(self, move: _Move, descriptor: int, view: memoryview, position: int, *, write: bool) -> int:
         """``move`` by way of this thread's aligned buffer, as much as that holds."""

@@ -25,20 +25,23 @@ switch faster, but every turn of the loop is as late as the slowest beginning of
 they are rare, and the pools of the standard library refuse work at interpreter exit, when ``close`` still needs it.
 
 Measured against worker threads (2 cores shared with other work, virtio disk, ext4, Linux 6.18; interleaved, medians
-of 9 passes of 512 MiB in requests of 64 MiB, of 4 x 1500 for latencies; in brackets the least and largest):
+of 9 passes of 1 GiB in requests of 64 MiB; in brackets the least and largest CPU time; 4 KiB: of 8 x 1500):
 
-| | threads | io_uring |
+| | threads: GB/s, CPU s per GB | io_uring |
 |---|---|---|
-| 4 MiB x 8, read: GB/s, CPU s per GB | 2.30 [2.01-2.74], .0167 | 2.39 [2.04-2.69], .0161 |
-| 4 MiB x 8, write | 4.01 [3.48-4.27], .0165 | 3.53 [3.04-4.37], .0164 |
-| 32 MiB x 2, read | 2.18 [1.62-2.41], .0093 | 2.01 [1.54-2.31], .0094 |
-| 32 MiB x 2, write | 3.47 [1.84-3.65], .0122 | 3.58 [2.93-4.15], .0101 |
-| 4 KiB read at depth 1: p50 | 151 us | 151 us |
-| 4 KiB write at depth 1: p50 | 147 us | 157 us |
+| 4 MiB x 8, read | 2.66, .0179 [.0159-.0250] | 2.61, .0142 [.0087-.0186] |
+| 4 MiB x 8, write | 5.10, .0180 [.0140-.0251] | 5.03, .0134 [.0068-.0153] |
+| 32 MiB x 2, read | 2.65, .0085 [.0072-.0139] | 2.59, .0084 [.0075-.0147] |
+| 32 MiB x 2, write | 5.28, .0099 [.0062-.0115] | 5.12, .0086 [.0053-.0107] |
+| 4 KiB read at depth 1: p50 | 122 us | 150 us |
+| 4 KiB write at depth 1: p50 | 138 us | 159 us |
 
-So it does not pay on such a machine: the kernel's work is the same, and what is left is this process's own work on
-blocks, which is the same too (the bare ring takes .007 CPU s per GB at 4 MiB x 8, bare threads .010). It may where
-switching threads is dearer or a device wants hundreds of small operations at once; ``race.py`` finds out.
+With less else going on, io_uring reads for .0110 at 4 MiB x 8 and .0075 at 32 MiB x 2. A bare loop around the ring
+takes .0080 and .0047 of that, and a bare asyncio wake-up for each request .0016. All blocks that end together are given
+back, and all that may begin taken, at one go: eight at a time here, for the price of little more than one, since what
+costs is code that is not in the caches (see ``threads.py``). Threads are woken for each block, but share the work of
+the kernel; so it pays with many small blocks, hardly with few large ones, and ``race.py`` finds out. Tried, and not
+worth it (below 3%): a path of its own for a whole, aligned block in one segment.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import numpy as np
@@ -55,7 +59,7 @@ import numpy as np
 from infinity.io.completion import Completion
 from infinity.io.memory import HUGE_PAGE_BYTES, allocate, as_bytes
 from infinity.io.queued import QueuedBackend, without_frames
-from infinity.io.requests import Block, CallBlock, Outcome, TransferBlock
+from infinity.io.requests import CallBlock, Request, TransferBlock
 from infinity.io.syscalls import SYSCALLS, Syscalls
 
 _MAX_RETRIES = 1000
@@ -75,19 +79,17 @@ class _Bounce:
 class _Flight:
     """A block on its way, by one operation after the other."""
 
-    __slots__ = ("block", "bounce", "bounced", "cached", "num_retries", "outcome", "started")
+    __slots__ = ("block", "bounce", "bounced", "cached", "num_retries")
 
     def __init__(self, block: TransferBlock) -> None:
         self.block = block
-        self.outcome = Outcome()
-        self.started = time.perf_counter()
         self.num_retries = 0
         self.bounce: _Bounce | None = None
         self.bounced = self.cached = False
 
     def segments(self, num_bytes: int) -> list[tuple[int, int]]:
         """Address and length of the callers' memory for the next ``num_bytes`` bytes."""
-        start, segments = self.outcome.moved_bytes, self.block.segments
+        start, segments = self.block.moved_bytes, self.block.segments
         if len(segments) == 1:
             return [(segments[0].address + start, num_bytes)]
         runs = []
@@ -101,24 +103,25 @@ class _Flight:
             start = max(0, start - segment.num_bytes)
         return runs
 
-    def move(self, result: int) -> None:
-        """Take in what an operation has come to; raises where nothing more can come of the block."""
+    def move(self, result: int) -> bool:
+        """Take in what an operation has come to; whether the block is whole. Raises where it never will be."""
         if result == 0:
             raise EOFError
         if result < 0:
             self.num_retries += 1
             if -result not in (errno.EINTR, errno.EAGAIN) or self.num_retries > _MAX_RETRIES:
                 raise OSError(-result, os.strerror(-result))
-            return
-        outcome = self.outcome
+            return False
+        block = self.block
         if self.bounced:
             assert self.bounce is not None
-            if not self.block.write:
-                _copy(self.block.views(outcome.moved_bytes, result)[0], self.bounce.view[:result])
-            outcome.bounced_bytes += result
+            if not block.write:
+                _copy(block.views(block.moved_bytes, result)[0], self.bounce.view[:result])
+            block.bounced_bytes += result
         if self.cached:
-            outcome.cached_bytes += result
-        outcome.moved_bytes += result
+            block.cached_bytes += result
+        block.moved_bytes += result
+        return block.moved_bytes == block.num_bytes
 
 
 class UringBackend(QueuedBackend):
@@ -154,6 +157,7 @@ class UringBackend(QueuedBackend):
         self._threads: list[threading.Thread] = []
         self._tokens = itertools.count(1)
         self._flights: dict[int, _Flight] = {}
+        self._done: list[TransferBlock] = []
         self._bounces: list[_Bounce] = []
         self._num_calls = 0
         self._asleep = False
@@ -166,12 +170,11 @@ class UringBackend(QueuedBackend):
                 thread.start()
                 self._threads.append(thread)
 
-    def _wake(self) -> None:
-        with self._lock:
-            if not self._asleep or not self._queue.ready:
-                return
-            self._asleep = False
-        self._ring.wake()
+    def _waker(self) -> Callable[[], object] | None:
+        if not self._asleep or not self._queue.ready:
+            return None
+        self._asleep = False
+        return self._ring.wake
 
     async def _stop(self) -> bool:
         if not self._threads:
@@ -186,46 +189,55 @@ class UringBackend(QueuedBackend):
         self._threads.clear()
         return cancelled
 
-    # On the thread that owns the ring.
+    # On the thread that owns the ring. Nothing here keeps a view of a caller's memory, or a block, while it sleeps.
 
     def _work(self) -> None:
-        while (ending := self._end_of_work()) is None:
-            self._work_once()
+        while (ending := self._turn()) is None:
+            if not self._done:  # else there is a block that could not even begin
+                for token, result in self._ring.wait():
+                    self._advance(self._flights.pop(token), result)
         self._calls.put(None)
         self._ring.close()
-        ending.finish_threadsafe()
+        self._finish_threadsafe([ending])
 
-    def _end_of_work(self) -> Completion | None:
+    def _turn(self) -> Completion | None:
+        """Give back the blocks that are done with and begin as many as may begin; what to finish, at the end."""
+        now = time.perf_counter()
+        blocks: list[TransferBlock] = []
+        ended: list[Request] = []
         with self._lock:
-            return self._ending
+            if self._ending is not None:
+                return self._ending
+            for block in self._done:
+                ended += self._complete(block, now)
+            self._asleep = self._take(blocks)
+        self._done.clear()
+        for block in blocks:
+            block.started = now
+            self._begin(_Flight(block))
+        self._finish_threadsafe(ended)  # last, because it lets others have the GIL
+        return None
 
-    def _work_once(self) -> None:
-        """Begin what may begin, then wait for something to end. Nothing here keeps a view of a caller's memory."""
-        while (block := self._take()) is not None:
+    def _take(self, blocks: list[TransferBlock]) -> bool:
+        """Take what may begin; whether more might, if it came."""
+        while len(self._flights) + len(blocks) + (self._num_calls > 0) < self._queue_depth:
+            block = self._queue.take()
+            if block is None:
+                return True
             if isinstance(block, CallBlock):
+                self._num_calls += 1
                 self._calls.put(block)
             else:
-                self._begin(_Flight(block))
-        for token, result in self._ring.wait():
-            self._advance(self._flights.pop(token), result)
-
-    def _take(self) -> Block | None:
-        with self._lock:
-            self._asleep = False
-            if len(self._flights) + (self._num_calls > 0) >= self._queue_depth:
-                return None  # whatever ends next comes back here
-            block = self._queue.take()
-            self._asleep = block is None
-            self._num_calls += isinstance(block, CallBlock)
-            return block
+                blocks.append(block)
+        return False  # whatever ends next comes back here
 
     def _begin(self, flight: _Flight) -> None:
         """Prepare the next operation of a block."""
-        block, outcome, token = flight.block, flight.outcome, next(self._tokens)
+        block, token = flight.block, next(self._tokens)
         try:
-            position = block.position + outcome.moved_bytes
+            position = block.position + block.moved_bytes
             lane = block.file.lanes[0]
-            descriptor, num_bytes = lane.route(position, block.num_bytes - outcome.moved_bytes)
+            descriptor, num_bytes = lane.route(position, block.num_bytes - block.moved_bytes)
             flight.cached = descriptor == lane.buffered
             flight.bounced = block.misaligned and not flight.cached
             segments = self._bounce(flight, num_bytes) if flight.bounced else flight.segments(num_bytes)
@@ -243,31 +255,27 @@ class UringBackend(QueuedBackend):
             flight.bounce = bounce
         num_bytes = min(num_bytes, len(bounce.view))
         if flight.block.write:
-            _copy(bounce.view[:num_bytes], flight.block.views(flight.outcome.moved_bytes, num_bytes)[0])
+            _copy(bounce.view[:num_bytes], flight.block.views(flight.block.moved_bytes, num_bytes)[0])
         return [(bounce.address, num_bytes)]
 
     def _advance(self, flight: _Flight, result: int) -> None:
         """An operation has ended: go on from there, or end the block."""
         try:
-            flight.move(result)
+            whole = flight.move(result)
         except BaseException as error:  # raised again where the request is awaited
             self._end(flight, error)
         else:
-            if flight.outcome.moved_bytes < flight.block.num_bytes:
-                self._begin(flight)
-            else:
+            if whole:
                 self._end(flight)
+            else:
+                self._begin(flight)
 
     def _end(self, flight: _Flight, error: BaseException | None = None) -> None:
-        outcome = flight.outcome
-        outcome.seconds = time.perf_counter() - flight.started
         if error is not None:
-            outcome.error = without_frames(error)
+            flight.block.error = without_frames(error)
         if flight.bounce is not None:
             self._bounces.append(flight.bounce)
-        ended = self._complete(flight.block, outcome)
-        if ended:
-            self._finish_threadsafe(ended)
+        self._done.append(flight.block)
 
     # On the thread for calls.
 
@@ -279,15 +287,15 @@ class UringBackend(QueuedBackend):
         block = self._calls.get()
         if block is None:
             return False
-        outcome = Outcome()
         try:
             block.request.run()
         except BaseException as error:  # raised again where the request is awaited
-            outcome.error = without_frames(error)
+            block.error = without_frames(error)
         with self._lock:
             self._num_calls -= 1
+            ended = self._complete(block, 0.0)
         self._ring.wake()  # before the request ends: once it has, the ring may be closed
-        self._finish_threadsafe(self._complete(block, outcome))
+        self._finish_threadsafe(ended)
         return True
 
 
