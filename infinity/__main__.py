@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 import infinity
+from infinity.console.output import tolerate_any_text
 from infinity.errors import InfinityError
 
 ERROR_EXIT_CODE = 2
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: what follows the program's name; ``None``: ``sys.argv[1:]``.
     """
+    tolerate_any_text()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         application(arguments[0] if arguments else None)(args=arguments, prog_name="infinity")

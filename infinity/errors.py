@@ -93,7 +93,12 @@ class DirectoryInUseError(DirectoryError):
     """Another live job owns the NVMe path."""
 
 
-_FULL = frozenset({_errno.ENOSPC, _errno.EDQUOT, _errno.EFBIG})
+_FULL = {
+    _errno.ENOSPC: "the file system is full; free space there, or give a path on another disk",
+    _errno.EDQUOT: "the quota on this file system is used up; free space there, or give a path on another disk",
+    _errno.EFBIG: "a file may not grow that large here; raise the limit (ulimit -f), or give a path on another "
+    "file system",
+}
 
 
 def storage_error(
@@ -117,10 +122,12 @@ def storage_error(
     """
     if error.errno in _FULL:
         kind: type[StorageError] = DiskFullError
-        message = f"{action} failed: the file system is full; free space there, or give a path on another disk"
+        message = f"{action} failed: {_FULL[error.errno]}"
     else:
         kind = StorageError
         message = f"{action} failed"
+        if error.errno in (_errno.EMFILE, _errno.ENFILE):
+            message += ": no descriptors are left; raise the limit of open files (ulimit -n)"
     return kind(
         message,
         path=path,

@@ -145,6 +145,43 @@ def test_a_slow_directory_shows_and_a_slow_peer_is_no_fault_of_ours(earlier: Ear
     assert [change.ratio for change in comparison.changes] == [1.0, 0.5, 0.5]
 
 
+def test_looks_in_passing_are_neither_compared_with_nor_judged(earlier: Earlier) -> None:
+    before = report(
+        result("nvme->host", 2.0),
+        result("nvme->host", [9.0] * 50, 16, in_passing=True),
+        result("nvme->host", 1.0, backend="uring", in_passing=True),
+        result("nvme->host", 1.5, backend="aiofiles"),
+    )
+    now = report(
+        result("nvme->host", 1.95),
+        result("nvme->host", 0.1, 16, in_passing=True),
+        result("nvme->host", 0.1, backend="uring"),
+        result("nvme->host", 0.1, backend="aiofiles"),
+    )
+    comparison = compare(now, earlier(before), 0.1)
+    assert verdicts(comparison) == {
+        "nvme->host": "same",
+        "nvme->host threads": "same",
+        "nvme->host uring": "same",
+        "nvme->host aiofiles": "regression",
+    }
+    assert comparison.changes[0].before.median == 2.0
+
+
+def test_where_it_is_narrow_no_figure_is_cut(earlier: Earlier) -> None:
+    of = report(result("device<->host", 98.7), result("nvme->host", 1.23))
+    comparison = dataclasses.replace(compare(of, earlier(of), 0.1), file=Path("x.json"))
+    for width in (20, 40, 60):
+        printed = io.StringIO()
+        Console(file=printed, width=width).print(comparison.as_table(plain=True, width=width), crop=False)
+        rows = printed.getvalue().splitlines()
+        assert [row.split()[:4] for row in rows[3:5]] == [
+            ["device<->host", "best", "98.7", "98.7"],
+            ["nvme->host", "best", "1.23", "1.23"],
+        ]
+        assert max(map(len, rows)) <= max(width, 48)
+
+
 # What else a reader must know.
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import pty
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,7 +154,11 @@ def test_a_mismatch_ends_the_command_with_1(
         (["--nvme", "{}/nvme,{}/nvme/."], "NVMe paths {}/nvme and {}/nvme are"),
         (["--nvme", "{}/nvme", "--size", "100TiB"], "short by"),
         (["--nvme", "{}/nvme", "--size", "4KiB"], "--size: expected at least"),
-        (["--nvme", "{}/nvme", "--size", "much"], "--size: "),
+        (["--nvme", "{}/nvme", "--size", "much"], "--size: expected a size such as 512MiB or 2GB, got 'much'"),
+        (["--nvme", "{}/nvme", "--size", "1e9"], "--size: expected a size such as 512MiB or 2GB, got '1e9'"),
+        (["--nvme", "{}/" + "x" * 300], "ENAMETOOLONG"),
+        (["--nvme", "{}/nvme", "--json", "{}/" + "x" * 300], "--json: {}/xxx"),
+        (["--nvme", "{}/typo/x", "--nvme", "{}/nvme"], "--nvme: directory {}/typo does not exist"),
         (["--nvme", "{}/nvme", "--points", "4MiB"], "--points: expected a size and a number in flight"),
         (["--nvme", "{}/nvme", "--points", "1000x4"], "--points: expected a size from 4KiB"),
         (["--nvme", "{}/nvme", "--points", "4KiBx0"], "--points: expected from 1 to 64"),
@@ -165,10 +172,13 @@ def test_a_mismatch_ends_the_command_with_1(
         (["--nvme", "{}/nvme", "--plot", "{}/x.txt"], "--plot"),
         (["--nvme", "{}/nvme", "--baseline", "{}/typo.json"], "typo.json"),
         (["--nvme", "{}/nvme", "--baseline", "{}/file"], "{}/file"),
-        (["--nvme", "{}/nvme", "--baseline", "{}/file", "--tolerance", "2"], "--tolerance"),
+        (["--nvme", "{}/nvme", "--baseline", "{}/file", "--tolerance", "2"], "--tolerance: expected a part"),
+        (["--nvme", "{}/nvme", "--baseline", "{}/file", "--tolerance", "nan"], "--tolerance: expected a part"),
         (["--nvme", "{}/nvme", "--baseline", "{}/file", "--tolerance", "a%"], "--tolerance: expected a part"),
         (["--nvme", "{}/nvme", "--tolerance", "10%"], "--tolerance: expected with --baseline FILE"),
         (["--nvme", "{}/nvme", "--json", "{}/x", "--config", "{}/x"], "--json and --config: expected different files"),
+        (["--nvme", "{}/nvme", "--json", "{}/x", "--config", "{}/nvme/../x"], "{}/x for each"),
+        (["--nvme", "{}/nvme", "--json", "{}/link", "--plot", "{}/file"], "--json and --plot: expected different"),
         (
             ["--nvme", "{}/nvme", "--baseline", "{}/x", "--config", "{}/x"],
             "--config and --baseline: expected different",
@@ -180,12 +190,38 @@ def test_errors_are_one_clear_line(
 ) -> None:
     parent = harness.directory.parent
     (parent / "file").touch()
+    (parent / "link").symlink_to("file")
     with pytest.raises(SystemExit) as exit_:
         main(["bench", *(argument.replace("{}", str(parent)) for argument in arguments)])
     assert exit_.value.code == 2
     [line] = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
     assert message.replace("{}", str(parent)) in line
     assert list(harness.directory.iterdir()) == []
+
+
+def test_what_may_not_be_looked_at_is_one_clear_line(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As for a user who is not root, who runs these tests in a container."""
+    closed, stat = tmp_path / "closed", os.stat
+
+    def refusing(path: Any, *arguments: Any, **flags: Any) -> os.stat_result:
+        if str(path).startswith(f"{closed}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *arguments, **flags)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    nvme = ["--nvme", str(harness.directory)]
+    for arguments, words in (
+        (["--nvme", f"{closed}/x"], f"creating the directory for --nvme failed (file {closed}/x, EACCES"),
+        ([*nvme, "--json", f"{closed}/x"], f"--json: {closed}/x cannot be written (Permission denied); give another"),
+        ([*nvme, "--plot", f"{closed}/d/x.png"], f"--plot: {closed}/d/x.png cannot be written (Permission denied)"),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            main(["bench", *arguments])
+        assert exit_.value.code == 2
+        [line] = capfd.readouterr().err.splitlines()
+        assert words in line
 
 
 def test_fio_that_is_not_there_is_said_before_any_work(
@@ -275,3 +311,59 @@ def test_a_signal_ends_the_command_and_leaves_nothing(
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == [old]
     assert list(old.iterdir()) == []
+
+
+# Output that nobody takes.
+
+FEW = ["--size", "1MiB", "--points", POINTS, "--repeats", "1", "--time", "1", "--io-backend", "threads"]
+
+
+def bench(directory: Path, *flags: str, **streams: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "infinity.bench", "--nvme", str(directory), *FEW, *flags]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, **{"env": environment()} | streams)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json", "-"]])
+def test_output_that_cannot_be_written_is_one_clear_line(tmp_path: Path, flags: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = bench(tmp_path / "x", *flags, stdout=full)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1] == (
+        "error: the output cannot be written (No space left on device); send it elsewhere"
+    )
+    assert "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_has_seen_enough_ends_the_command_as_a_signal_would(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = bench(tmp_path / "x", stdout=writer)
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_the_terminal_has_no_letters_for_are_shown_by_number(tmp_path: Path) -> None:
+    ended = bench(tmp_path / "é…", stdout=subprocess.PIPE, env={**environment(), "PYTHONIOENCODING": "ascii"})
+    assert ended.returncode == 0, ended.stderr
+    assert "\\xe9\\u2026, to be removed at the end" in ended.stdout
+
+
+def test_a_terminal_that_knows_no_more_than_ascii_gets_plain_lines(tmp_path: Path) -> None:
+    main_end, terminal = pty.openpty()
+    environ = {**environment(), "PYTHONIOENCODING": "ascii", "TERM": "xterm"}
+    try:
+        ended = bench(tmp_path / "x", "--json", str(tmp_path / "figures.json"), stdout=terminal, env=environ)
+    finally:
+        os.close(terminal)
+    printed = b""
+    with contextlib.suppress(OSError):  # how Linux says that nothing more will come
+        while piece := os.read(main_end, 1 << 16):
+            printed += piece
+    os.close(main_end)
+    assert ended.returncode == 0, ended.stderr
+    assert b"\\u" not in printed
+    assert b"writing and checking" in printed

@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from fakes_bench import KIB, MIB, Harness
 from infinity.bench.fio import (
+    ROUTE_MODES,
     Fio,
     FioEngineError,
     FioError,
@@ -26,10 +28,10 @@ from infinity.bench.fio import (
     FioStoppedError,
     find_fio,
 )
+from infinity.bench.results import Latency
 from infinity.errors import ConfigError
 from infinity.io.completion import call_in_thread
 
-MIB = 1 << 20
 BLOCK = MIB
 DEPTH = 4
 SIZE = 16 * MIB
@@ -312,3 +314,76 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+# Beside ours, in a run of the benchmark.
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Harness:
+    directory = tmp_path / "nvme"
+    directory.mkdir()
+    return Harness(directory)
+
+
+class Recorder:
+    """fio's place: overwrites the file as fio does."""
+
+    version = "fio-9"
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, int, int, str, bool]] = []
+
+    def run(
+        self,
+        file: Path,
+        route: str,
+        *,
+        block_bytes: int,
+        queue_depth: int,
+        engine: str,
+        huge_pages: bool,
+        size_bytes: int,
+        seconds: float | None = None,
+    ) -> FioRun:
+        if huge_pages:
+            raise FioHugePagesError("no huge pages")
+        self.runs.append((route, block_bytes, queue_depth, engine, huge_pages))
+        assert size_bytes % block_bytes == 0
+        assert file.stat().st_size >= size_bytes
+        if route != "nvme->host":
+            with file.open("r+b") as opened:
+                opened.write(b"fio" * (size_bytes // 3))
+        return FioRun(size_bytes, 1e-6, 0.1, {}, latency=Latency(0.001, 0.002))
+
+    def kill(self) -> None: ...
+
+
+def test_fio_runs_beside_ours_and_is_never_the_best(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    fio = Recorder()
+    monkeypatch.setattr("infinity.bench.run.find_fio", lambda: fio)
+    report = harness.run(fio=True)  # and what the timed passes wrote is right: fio's bytes were replaced
+    expected = [
+        (route, block, depth, engine, False)
+        for route in ROUTE_MODES
+        for block, depth in ((64 * KIB, 4), (256 * KIB, 2))
+        for engine in ("io_uring", "libaio")
+    ]
+    assert fio.runs == expected * 2
+    references = [result for result in report.results if result.reference]
+    assert {result.backend for result in references} == {"fio io_uring", "fio libaio"}
+    assert {len(result.runs) for result in references} == {2}
+    assert not any(result.reference for result in report.best().values())
+    assert [warning for warning in report.warnings if "no huge pages" in warning] == ["left out: no huge pages"]
+
+
+def test_fio_runs_in_settings_that_are_measured_in_the_same_rounds(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fio = Recorder()
+    monkeypatch.setattr("infinity.bench.run.find_fio", lambda: fio)
+    report = harness.run(fio=True, points=(), size=2 * MIB, quick=True, repeats=1)
+    for route in ROUTE_MODES:
+        ours = {(r.block_bytes, r.queue_depth) for r in report.results if r.route == route and r.reference is False}
+        looks = {(r.block_bytes, r.queue_depth) for r in report.results if r.route == route and r.in_passing}
+        assert {(block, depth) for name, block, depth, *_ in fio.runs if name == route} <= ours - looks

@@ -256,7 +256,8 @@ def test_the_document_holds_all_of_it(tmp_path: Path) -> None:
 
 
 def test_matrices_are_multiplied_at_some_rate() -> None:
-    assert 1e-6 < matmul_tflops(torch.device("cpu"), seconds=0.01) < 1e4
+    for dtype in (torch.float32, torch.bfloat16):
+        assert 1e-6 < matmul_tflops(torch.device("cpu"), dtype, seconds=0.01) < 1e4
 
 
 # What else went on.

@@ -23,7 +23,7 @@ from infinity.bench.passes import ALL, InterruptedRunError, Lane, Limit, Sample,
 from infinity.bench.pattern import Pattern
 from infinity.bench.results import Latency, Run
 from infinity.bench.settings import BenchSettings, Point
-from infinity.bench.sizing import Flight, Sizes, plan_flight, plan_sizes
+from infinity.bench.sizing import OWN_BYTES, Flight, Sizes, plan_flight, plan_sizes
 from infinity.bench.sweep import grid
 from infinity.bench.tiers import Ring
 from infinity.console.interrupt import StopRequest
@@ -75,7 +75,7 @@ class Disk:
 def plan(*disks: Disk, available_bytes: int = 64 * GIB, **flags: Any) -> Sizes:
     settings = BenchSettings(nvme=["unused"], **flags)
     planned = plan_sizes(settings, cast("list[JobDirectory]", disks), available_bytes)
-    assert planned.memory_bytes <= available_bytes
+    assert planned.memory_bytes <= available_bytes - OWN_BYTES
     return planned
 
 
@@ -90,7 +90,7 @@ def test_sizes_fit_what_is_free() -> None:
     assert sizes(disk, quick=True) == (256 * MIB, 128 * MIB)
     assert sizes(disk, disk) == (512 * MIB, 256 * MIB)
     assert sizes(disk, size="5GiB") == (5 * GIB, 256 * MIB)
-    assert sizes(disk, available_bytes=GIB) == (256 * MIB, 256 * MIB)
+    assert sizes(disk, available_bytes=GIB + OWN_BYTES) == (256 * MIB, 256 * MIB)
     assert sizes(Disk(1, 416 * MIB)) == (100 * MIB, 100 * MIB)
     assert sizes(disk, Disk(2, 416 * MIB)) == (100 * MIB, 200 * MIB)
     assert sizes(Disk(1, 816 * MIB), Disk(1, 816 * MIB)) == (100 * MIB, 200 * MIB)
@@ -104,14 +104,14 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic() -> None:
         sizes(Disk(1, 79 * MIB), points=("32MiBx2",))
     with pytest.raises(DiskFullError, match="short by"):
         sizes(Disk(1, 100 * MIB), Disk(1, 100 * MIB), size="200MiB")
-    with pytest.raises(BudgetError, match=r"in all 1.6 GB, but .* are free: short by 537 MB"):
-        sizes(Disk(1, 100 * GIB), available_bytes=GIB, size="1GiB")
+    with pytest.raises(BudgetError, match=r"in all 1.6 GB; beside 168 MB .* 1.1 GB are free: short by 537 MB"):
+        sizes(Disk(1, 100 * GIB), available_bytes=GIB + OWN_BYTES, size="1GiB")
     with pytest.raises(BudgetError):
-        sizes(Disk(1, 100 * GIB), available_bytes=5 * MIB)
-    with pytest.raises(ConfigError, match=r"--size: expected at least 67.1 MB in each of 1 directories, one round"):
+        sizes(Disk(1, 100 * GIB), available_bytes=OWN_BYTES + 5 * MIB)
+    with pytest.raises(ConfigError, match=r"--size: expected at least 67.1 MB, one round"):
         sizes(Disk(1, 100 * GIB), size="63MiB", points=("4MiBx16",))
-    with pytest.raises(ConfigError, match=r"--size: expected at least 2.1 MB in each of 1 directories, got 1.0 MB"):
-        sizes(Disk(1, 100 * GIB), size="1MiB")
+    with pytest.raises(ConfigError, match=r"--size: expected at least 2.1 MB in each of 2 directories, got 1.0 MB"):
+        sizes(Disk(1, 100 * GIB), Disk(2, 100 * GIB), size="1MiB")
 
 
 def test_requests_are_large_and_keep_every_worker_busy() -> None:

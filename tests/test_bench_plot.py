@@ -103,7 +103,7 @@ def test_everything_that_was_measured_is_there() -> None:
         assert said.count(text) == 2
     for route in ROUTES[:7]:
         assert sum(text.startswith(route) for text in said) == 1, route
-    assert "by threads; framed: best, 32.0 at 8 MiB x 8" in said
+    assert "by threads; framed: best, 8 MiB x 8" in said
     assert "/mnt/a: ext4 · /dev/nvme0n1 · Fast One · alone: read 1.00 GB/s" in said
     assert {
         "32.0 GB/s",
@@ -167,11 +167,18 @@ def test_each_cell_is_the_fastest_backends_and_the_frame_is_around_the_steady_be
         result("nvme->host", 1.5, 8 * MIB, backend="threads"),
     ]
     lucky = result("nvme->host", 1.8, 8 * MIB, backend="uring")
-    once = dataclasses.replace(result("nvme->host", 3.0, 16 * MIB, backend="threads"), runs=[Run(10**9, 1 / 3, 0.01)])
+    once = result("nvme->host", 3.0, 16 * MIB, backend="threads", in_passing=True)
     said = words(report(*steady, lucky, once))
-    assert "each cell by its fastest backend; framed: best, 2.00 at 4 MiB x 8 (uring)" in said
+    assert "by the fastest backend; framed: best, 4 MiB x 8 uring" in said
     assert {"2.00", "1.80", "3.00"} <= set(said)
     assert not {"1.90", "1.50"} & set(said)
+
+
+def test_a_legend_is_whole() -> None:
+    best, recommended = result("nvme->host", 2.0, 256 * KIB, 16, backend="aiofiles"), result("nvme->host", 1.9)
+    chosen = {"io_backend": "threads", "io_block_bytes": 4 * MIB, "io_num_threads": 8}
+    of = dataclasses.replace(report(best, recommended), recommended=chosen)
+    assert "by the fastest backend; framed: best, 256 KiB x 16 aiofiles; dashed: recommended" in words(of)
 
 
 def test_what_was_not_measured_is_said() -> None:
@@ -251,11 +258,11 @@ def test_another_users_settings_of_matplotlib_neither_matter_nor_change(tmp_path
     assert isinstance(draw(everything()).canvas, FigureCanvasAgg)
 
 
-def test_matplotlib_is_only_loaded_to_draw(tmp_path: Path) -> None:
+def test_matplotlib_is_only_loaded_for_a_picture(tmp_path: Path) -> None:
     script = (
         "import sys, pathlib; from infinity.bench.plot import check_plot, write_plot; "
-        "from infinity.bench.results import Report; check_plot(pathlib.Path(sys.argv[1])); "
-        "assert 'matplotlib' not in sys.modules; write_plot(Report({}, [], [], [], 1.0), pathlib.Path(sys.argv[1])); "
+        "from infinity.bench.results import Report; assert 'matplotlib' not in sys.modules; "
+        "check_plot(pathlib.Path(sys.argv[1])); write_plot(Report({}, [], [], [], 1.0), pathlib.Path(sys.argv[1])); "
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     root = Path(plot.__file__).parents[2]
@@ -275,3 +282,19 @@ def test_what_cannot_be_drawn_is_refused_before_any_work(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"--plot needs matplotlib.*pip install 'infinity\[plot\]'"):
         check_plot(tmp_path / "x.png")
+
+
+def test_a_matplotlib_that_does_not_load_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError('built for another numpy')")
+    script = "import sys, pathlib; from infinity.bench.plot import check_plot; check_plot(pathlib.Path('x.png'))"
+    root = Path(plot.__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": f"{tmp_path}:{root}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "does not load here (built for another numpy); install it anew" in ended.stderr

@@ -211,11 +211,14 @@ def test_the_words_by_hand() -> None:
 
 
 def test_tokens_are_counted_for_the_device_where_its_rate_is_known() -> None:
-    words = closing_words(report(*_ALL, machine={"tflops": 0.25}))
-    assert "at least 1,000 tokens per step at this device's 0.25 TFLOP/s" in words
+    words = closing_words(report(*_ALL, machine={"tflops": {"fp32": 0.25, "bf16": 2.0}}))
+    assert "at least 1,000 tokens per step at this device's 0.25 TFLOP/s. The same in bf16" in words
+    assert "at least 7,000 tokens per step at this device's 2.00 TFLOP/s." in words
     assert "each TFLOP/s" not in words
-    for unknown in (None, 0, float("nan"), "fast"):
-        assert "each TFLOP/s" in closing_words(report(*_ALL, machine={"tflops": unknown}))
+    slow = closing_words(report(*_ALL, machine={"tflops": {"fp32": 0.012, "bf16": 0.25}}))
+    assert "at least 48 tokens per step at this device's 0.012 TFLOP/s." in slow
+    for unknown in (None, 0.25, {}, {"fp32": 0}, {"fp32": float("nan")}, {"fp32": "fast"}):
+        assert "4,000 tokens per step for each TFLOP/s" in closing_words(report(*_ALL, machine={"tflops": unknown}))
 
 
 def test_without_both_at_once_reads_and_writes_follow_one_another() -> None:

@@ -19,9 +19,8 @@ from fakes_bench import KIB, MIB, POINTS, Harness, environment, opener
 from fakes_io import HookedSyscalls, Operation
 from infinity.__main__ import command_names, main
 from infinity.bench.baseline import read_baseline
-from infinity.bench.fio import FioHugePagesError, FioRun
 from infinity.bench.machine import path_facts
-from infinity.bench.results import Latency, Report
+from infinity.bench.results import Report
 from infinity.bench.run import RegressionError
 from infinity.config import BackendName, Config
 from infinity.errors import DirectoryError
@@ -256,14 +255,27 @@ def only_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.bench.measure.DEVICE_ROUTES", ())
 
 
+def test_a_look_of_the_sweep_is_marked_and_never_the_best(harness: Harness, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    harness.run(points=(), size=2 * MIB, repeats=1, json=file)
+    document = json.loads(file.read_text())
+    swept = {route: [r for r in document["results"] if r["route"] == route] for route in ("nvme->host", "nvme<->host")}
+    chosen = {(r["block_size"], r["queue_depth"]) for r in swept["nvme<->host"]}
+    assert not any("in_passing" in r for r in swept["nvme<->host"])
+    assert {(r["block_size"], r["queue_depth"]) for r in swept["nvme->host"] if "in_passing" not in r} == chosen
+    assert len(swept["nvme->host"]) > len(chosen)
+    assert "in_passing" not in document["best"]["nvme->host"]
+
+
 @pytest.mark.usefixtures("only_files")
 def test_a_slowed_backend_is_a_regression_and_its_figures_are_written(harness: Harness, tmp_path: Path) -> None:
     before, now = tmp_path / "before.json", tmp_path / "now.json"
     pace: dict[str, Any] = {"size": 2 * MIB, "points": ("256KiBx2",), "repeats": 3}
     harness.run(Slow(0.002), json=before, **pace)
-    harness.run(Slow(0.002), baseline=before, tolerance="90%", json=now, **pace)
+    # On a busy machine the same pace may differ several times, and a fast one suffers most.
+    harness.run(Slow(0.002), baseline=before, tolerance="98%", json=now, **pace)
     with pytest.raises(RegressionError) as caught:
-        harness.run(Slow(0.06), baseline=before, tolerance="90%", json=now, **pace)
+        harness.run(Slow(0.06), baseline=before, tolerance="40%", json=now, **pace)
     regressed = {change.subject.route for change in caught.value.comparison.regressions}
     assert regressed == {*FILE_ROUTES, "nvme->device"}
     read_baseline(now)  # raises where the form is wrong
@@ -279,69 +291,15 @@ def test_a_regression_ends_the_command_with_3(
     file = tmp_path / "figures.json"
     arguments = ["bench", "--nvme", str(harness.directory), "--size", "2MiB", "--points", "256KiBx2", "--device", "cpu"]
     arguments += ["--io-backend", "threads", "--time", "1", "--json", str(file)]
-    for seconds, code in ((0.002, 0), (0.002, 0), (0.06, 3)):
+    for seconds, tolerance, code in ((0.002, "", 0), (0.002, "98%", 0), (0.06, "40%", 3)):
         monkeypatch.setattr(
             "infinity.bench.run.run.__kwdefaults__", {"open_backend": opener(Slow(seconds)), "began": None}
         )
-        compared = ["--baseline", str(file), "--tolerance", "0.9"] if file.exists() else []
+        compared = ["--baseline", str(file), "--tolerance", tolerance] if file.exists() else []
         with pytest.raises(SystemExit) as exit_:
             main([*arguments, *compared])
         assert exit_.value.code == code, capfd.readouterr()
     assert "Traceback" not in capfd.readouterr().err
-
-
-# A peer beside ours.
-
-
-class FakeFio:
-    """fio's place: overwrites the file as fio does."""
-
-    version = "fio-9"
-
-    def __init__(self) -> None:
-        self.runs: list[tuple[str, int, int, str, bool]] = []
-
-    def run(
-        self,
-        file: Path,
-        route: str,
-        *,
-        block_bytes: int,
-        queue_depth: int,
-        engine: str,
-        huge_pages: bool,
-        size_bytes: int,
-        seconds: float | None = None,
-    ) -> FioRun:
-        if huge_pages:
-            raise FioHugePagesError("no huge pages")
-        self.runs.append((route, block_bytes, queue_depth, engine, huge_pages))
-        assert size_bytes % block_bytes == 0
-        assert file.stat().st_size >= size_bytes
-        if route != "nvme->host":
-            with file.open("r+b") as opened:
-                opened.write(b"fio" * (size_bytes // 3))
-        return FioRun(size_bytes, 1e-6, 0.1, {}, latency=Latency(0.001, 0.002))
-
-    def kill(self) -> None: ...
-
-
-def test_fio_runs_beside_ours_and_is_never_the_best(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    fio = FakeFio()
-    monkeypatch.setattr("infinity.bench.run.find_fio", lambda: fio)
-    report = harness.run(fio=True)  # and what the timed passes wrote is right: fio's bytes were replaced
-    expected = [
-        (route, block, depth, engine, False)
-        for route in FILE_ROUTES
-        for block, depth in ((64 * KIB, 4), (256 * KIB, 2))
-        for engine in ("io_uring", "libaio")
-    ]
-    assert fio.runs == expected * 2
-    references = [result for result in report.results if result.reference]
-    assert {result.backend for result in references} == {"fio io_uring", "fio libaio"}
-    assert {len(result.runs) for result in references} == {2}
-    assert not any(result.reference for result in report.best().values())
-    assert [warning for warning in report.warnings if "no huge pages" in warning] == ["left out: no huge pages"]
 
 
 # The page cache, and accelerators.
@@ -410,6 +368,8 @@ def test_under_torchrun_one_rank_measures_the_tiers_and_all_the_collectives(harn
     for route in ("all-gather", "reduce-scatter"):
         assert document["best"][route]["verified"] is True
         assert "gloo" in document["best"][route]["backend"]
+    assert document["machine"]["ranks"]["num_ranks"] == 2
+    assert f"ranks: 2: {document['machine']['ranks']['transport']}\n" in ended.stdout
     assert ended.stdout.count("writing and checking") == 1
     assert list(harness.directory.iterdir()) == []
 

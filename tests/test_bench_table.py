@@ -86,6 +86,37 @@ def test_the_recommended_setting_is_marked_where_it_is_the_best_too() -> None:
     assert [row.split()[1] for row in lines(report(best, recommended=CHOSEN | {"io_num_threads": 8}))] == ["threads"]
 
 
+def test_what_was_measured_in_passing_stands_back() -> None:
+    of = report(
+        result("nvme->host", [9.0] * 57, "threads", 16 * MIB, in_passing=True),
+        result("nvme->host", 8.0, "aiofiles", in_passing=True),
+        result("nvme->host", 2.0, "threads"),
+        result("nvme->host", 2.2, "uring"),
+    )
+    assert [row[:20].split() for row in lines(of)] == [["nvme->host", "uring"], ["threads"], ["aiofiles"]]
+    assert of.best()["nvme->host"].backend == "uring"
+    assert report(*of.results[:2]).best()["nvme->host"].median_gb_s == 9.0
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("width", [20, 40, 50, 60, 70, 79])
+def test_where_it_is_narrow_columns_are_left_out_and_no_figure_is_cut(width: int, plain: bool) -> None:
+    of = report(
+        result("device<->host", [98.1, 98.9], "copy thread", 512 * KIB, 16, latency=Latency(0.1, 0.2)),
+        result("nvme->host", [1.23, 1.55], "uring", latency=Latency(0.01, 0.02), verified=True),
+    )
+    printed = io.StringIO()
+    console = Console(file=printed, width=width, color_system=None, force_terminal=not plain)
+    console.print(as_table(of, plain=plain, width=width), crop=False)
+    rows = [line for line in printed.getvalue().splitlines() if line.startswith(("device<->host", "nvme->host"))]
+    for row, figures in zip(rows, (["1.39", "1.23-1.55", "10.0/20.0"], ["98.5", "98.1-98.9", "100/200"]), strict=True):
+        shown = row.split()
+        first, *others = shown[shown.index("x") + 2 :]
+        assert first == figures[0]
+        assert set(others) <= {*figures, "0.015", "ok", "✓"} or width == 79
+    assert max(map(len, rows)) <= max(width, 52)
+
+
 def test_peers_and_single_directories_are_rows_of_their_own() -> None:
     rows = lines(
         report(

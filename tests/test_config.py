@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import infinity
 from infinity import Config, ConfigError
 
 FIELDS = [name for name, field in Config.model_fields.items() if field.annotation is not bool]
@@ -83,3 +87,15 @@ def test_one_name_is_a_list_of_one(given: Any, units: object) -> None:
 def test_units_without_a_name(given: Any) -> None:
     with pytest.raises(ConfigError, match="units: expected 'auto' or class names of modules; a name is missing or em"):
         Config(units=given)
+
+
+def test_a_type_checker_knows_the_public_names_and_no_others(tmp_path: Path) -> None:
+    package = Path(infinity.__file__).parent
+    (tmp_path / "infinity").mkdir()
+    for name in ("__init__.py", "errors.py", "trace.py", "py.typed"):  # those that need no torch, which takes long
+        shutil.copy(package / name, tmp_path / "infinity")
+    (tmp_path / "user.py").write_text("import infinity\ninfinity.ModelError('x').args\ninfinity.ModelEror('x')\n")
+    command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--no-incremental", "user.py"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert 'user.py:3: error: Module has no attribute "ModelEror"' in said
+    assert "user.py:2:" not in said

@@ -6,8 +6,9 @@ cleverer: whoever gates on it chooses the tolerance by the noise of their machin
 
 Single settings of the sweep are compared too, as one figure per row: the median over all settings that both runs
 measured of the ratio between them. It says whether a best fell because everything did or because the sweep went another
-way. They are no regressions by themselves: of a hundred settings measured once or twice some always fall. Nor are a
-peer's figures, which are shown because they tell a slower machine from slower software.
+way. They are no regressions by themselves: of a hundred settings measured once or twice some always fall. Neither is a
+backend of which one of the runs has such looks in passing only; ``--io-backend`` measures it. Nor are a peer's figures,
+which are shown because they tell a slower machine from slower software.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.bench.results import SCHEMA, Report
-from infinity.bench.table import PLAIN_BOX, fit, format_figure, printable
+from infinity.bench.table import PLAIN_BOX, fit, fit_columns, format_figure, printable
 from infinity.errors import ConfigError
 
 Verdict = Literal["regression", "improvement", "same"]
@@ -61,6 +62,7 @@ class Entry(_Form):
     gb_s: Figures
     reference: bool = False
     path: str | None = None
+    in_passing: bool = False
 
 
 class _Document(_Form):
@@ -112,7 +114,7 @@ class Change:
         before: the earlier figures, in GB/s.
         now: those of this run.
         like_for_like: median ratio over the settings that both runs measured; ``None`` where there are none.
-        verdict: what it amounts to; ``"same"`` for every reference.
+        verdict: what it amounts to; ``"same"`` for every reference, and for what was measured in passing.
     """
 
     subject: Subject
@@ -177,11 +179,12 @@ class Comparison:
             "notes": list(self.notes),
         }
 
-    def as_table(self, *, plain: bool) -> Table:
+    def as_table(self, *, plain: bool, width: int = 80) -> Table:
         """For a person; no row takes more than one line of 80 columns.
 
         Args:
             plain: in ASCII, without colours.
+            width: of where it will be shown; what matters least is left out where it is too narrow.
         """
         table = Table(
             title="against the baseline",
@@ -197,6 +200,7 @@ class Comparison:
         for change in self.changes:
             cells = (Text(printable(cell, plain=plain)) for cell in _cells(change))
             table.add_row(*cells, style=None if plain else _style(change))
+        fit_columns(table, width, [column for column in table.columns if column.header in ("alike", "min-max")][::-1])
         return table
 
     def _summary(self, plain: bool) -> str:
@@ -276,16 +280,18 @@ def _is_whole(subject: Subject, groups: Mapping[Subject, Sequence[Entry]]) -> bo
 
 
 def _change(subject: Subject, before: Sequence[Entry], now: Sequence[Entry], tolerance: float) -> Change:
-    first, second = (max((entry.gb_s for entry in entries), key=lambda gb_s: gb_s.median) for entries in (before, now))
+    first, second = (
+        max(entries, key=lambda entry: (not entry.in_passing, entry.gb_s.median)) for entries in (before, now)
+    )
     earlier = {_setting(entry): entry.gb_s.median for entry in before}
     ratios = [entry.gb_s.median / earlier[key] for entry in now if (key := _setting(entry)) in earlier]
     verdict: Verdict = "same"
-    if not subject.reference:
-        if second.median < first.median * (1 - tolerance):
+    if not (subject.reference or first.in_passing or second.in_passing):
+        if second.gb_s.median < first.gb_s.median * (1 - tolerance):
             verdict = "regression"
-        elif first.median < second.median * (1 - tolerance):
+        elif first.gb_s.median < second.gb_s.median * (1 - tolerance):
             verdict = "improvement"
-    return Change(subject, first, second, statistics.median(ratios) if ratios else None, verdict)
+    return Change(subject, first.gb_s, second.gb_s, statistics.median(ratios) if ratios else None, verdict)
 
 
 def _setting(entry: Entry) -> tuple[str, int, int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from infinity.bench.host import Host, Observation
 from infinity.bench.machine import PathFacts
-from infinity.bench.results import GB, Result
+from infinity.bench.results import GB, Result, best_results
 from infinity.console.formats import format_bytes
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
@@ -131,10 +131,7 @@ def result_cautions(results: Sequence[Result], facts: Sequence[PathFacts]) -> It
         facts: of the directories.
     """
     ours = [result for result in results if not result.reference and result.path is None and result.runs]
-    best: dict[str, Result] = {}
-    for result in ours:
-        if result.route not in best or result.median_gb_s > best[result.route].median_gb_s:
-            best[result.route] = result
+    best = best_results(ours)
     if all(fact.filesystem in _IN_MEMORY for fact in facts):
         return  # it is memory, which another caution says
     cache = "the host's memory behind the virtual disk" if _is_virtual(facts) else "the drive's own cache"

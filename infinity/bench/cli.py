@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
+import signal
 import time
 from typing import Any
 
@@ -16,11 +18,12 @@ from infinity.bench.run import RegressionError, run
 from infinity.bench.settings import BenchSettings
 from infinity.console.flags import given_fields, make_flags
 from infinity.console.interrupt import StopRequest
-from infinity.console.output import STANDARD_OUTPUT
+from infinity.console.output import STANDARD_OUTPUT, OutputConsole, OutputError
 from infinity.errors import MismatchError
 
 MISMATCH_EXIT_CODE = 1
 REGRESSION_EXIT_CODE = 3
+BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 
 _PANELS = {
     "Where": ("nvme", "device", "io_backend"),
@@ -50,24 +53,34 @@ def main(**flags: Any) -> None:
     """
     began = time.perf_counter() - max(0.0, time.time() - psutil.Process().create_time())
     settings = BenchSettings(**given_fields(BenchSettings, flags))
-    console = Console(
+    console = OutputConsole(
         stderr=settings.json_file == STANDARD_OUTPUT,
         quiet=os.environ.get("RANK", "0") != "0",  # of torchrun's ranks one speaks
     )
-    with StopRequest() as stop:
-        try:
-            run(settings, console, stop, began=began)
-        except InterruptedRunError:
-            console.print("interrupted; nothing was left behind")
-        except MismatchError as error:
-            Console(stderr=True).print(
-                f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True
-            )
-            raise typer.Exit(MISMATCH_EXIT_CODE) from None
-        except RegressionError:
-            raise typer.Exit(REGRESSION_EXIT_CODE) from None
-        if stop:
-            raise typer.Exit(stop.exit_code)
+    stop = StopRequest()
+    try:
+        with stop:
+            _run(settings, console, stop, began)
+    except OutputError as error:
+        if stop:  # the terminal has gone, and told us
+            raise typer.Exit(stop.exit_code) from None
+        if error.errno == errno.EPIPE:
+            raise typer.Exit(BROKEN_PIPE_EXIT_CODE) from None
+        raise
+
+
+def _run(settings: BenchSettings, console: Console, stop: StopRequest, began: float) -> None:
+    try:
+        run(settings, console, stop, began=began)
+    except InterruptedRunError:
+        console.print("interrupted; nothing was left behind")
+    except MismatchError as error:
+        Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(MISMATCH_EXIT_CODE) from None
+    except RegressionError:
+        raise typer.Exit(REGRESSION_EXIT_CODE) from None
+    if stop:
+        raise typer.Exit(stop.exit_code)
 
 
 main.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -93,4 +93,5 @@ def in_order(final: Figures, swept: Figures, routes: tuple[str, ...]) -> list[Re
         routes: names in the order in which they are shown.
     """
     ours = sorted(final.results(), key=lambda result: (result.reference, result.path is not None))
-    return sorted([*ours, *swept.without(final).results()], key=lambda result: routes.index(result.route))
+    looks = (replace(result, in_passing=True) for result in swept.without(final).results())
+    return sorted([*ours, *looks], key=lambda result: routes.index(result.route))

@@ -182,15 +182,16 @@ def machine_document(facts: Sequence[PathFacts], choices: Sequence[Choice], devi
     }
 
 
-def matmul_tflops(device: torch.device, *, seconds: float = 0.2) -> float:
-    """How many 1e12 fp32 operations per second the device multiplies matrices at: the best of what fits the time.
+def matmul_tflops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.15) -> float:
+    """How many 1e12 operations per second the device multiplies matrices at: the best of what fits the time.
 
     Args:
         device: where; torch's own setting of threads and of reduced precision holds.
+        dtype: of the matrices.
         seconds: about how long; a slow device takes at least three products.
     """
     size = 512 if device.type == "cpu" else 4096
-    left, right = (torch.rand(size, size, device=device) for _ in range(2))
+    left, right = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(left)
     best = float("inf")
     end = time.perf_counter() + seconds

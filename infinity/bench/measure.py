@@ -345,11 +345,12 @@ class Measurement:
             self._warn(warning)
 
     def _peer_points(self, cells: Sequence[Cell]) -> dict[Route, list[Point]]:
-        """Where our best figures of each route are from; all points that were asked for."""
+        """Where ours is fastest of what is measured in the same rounds; all points that were asked for."""
         if self._sweep is None:
             return {route: list(dict.fromkeys(cell.point for cell in cells)) for route in (READ, WRITE, BOTH)}
-        best = {READ: self._sweep.best("read"), WRITE: self._sweep.best("write"), BOTH: cells[0]}
-        return {route: [cell.point] for route, cell in best.items()}
+        sweep = self._sweep
+        read, write = (max(cells, key=lambda cell: sweep.gb_s(cell, name)) for name in DIRECTIONS)
+        return {READ: [read.point], WRITE: [write.point], BOTH: [cells[0].point]}
 
     def _warn(self, message: str) -> None:
         self.warnings.append(message)

@@ -12,6 +12,7 @@ names are; what the font has no glyph for is replaced.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
@@ -46,10 +47,16 @@ def check_plot(path: Path) -> None:
     """Refuse, before any work is done, a picture that could not be drawn or written at the end.
 
     Raises:
-        ConfigError: matplotlib is missing, the name does not end in ``.png``, or it cannot be written there.
+        ConfigError: matplotlib is missing or does not load, the name does not end in ``.png``, or it cannot be written
+            there.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'infinity[plot]'")
+    try:
+        importlib.import_module("matplotlib.backends.backend_agg")
+    except Exception as error:  # whatever a damaged or an ill-matched installation does
+        repair = "install it anew: pip install --force-reinstall matplotlib"
+        raise ConfigError(f"--plot needs matplotlib, which does not load here ({error}); {repair}") from error
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--plot: expected a file name that ends in .png, got {path}")
     check_output(path, "--plot", replaced=False)
@@ -165,9 +172,9 @@ def _draw_heat_map(axes: Axes, report: Report, route: str) -> None:
     _write(axes, 0, 1.15, f"{_TITLES[route]}, GB/s", 1, 11, bold=True)
     setting = f"{format_block(best.block_bytes, ' ')} x {best.queue_depth}"
     backends = dict.fromkeys(result.backend for result in cells.values())
-    legend = f"by {best.backend}" if len(backends) == 1 else "each cell by its fastest backend"
-    legend += f"; framed: best, {format_figure(best.median_gb_s)} at {setting}"
-    legend += f" ({best.backend})" if len(backends) > 1 else ""
+    legend = f"by {best.backend}; " if len(backends) == 1 else "by the fastest backend; "
+    legend += f"framed: best, {setting}"
+    legend += f" {best.backend}" if len(backends) > 1 else ""
     chosen = next((result for result in cells.values() if is_recommended(result, report.recommended)), best)
     legend += "; dashed: recommended" if chosen is not best else ""
     _write(axes, 0, 1.06, legend, 1, 8.5, color=_FAINT)

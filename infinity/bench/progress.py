@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.text import Text
 
 from infinity.console.formats import format_seconds
+from infinity.console.output import is_plain
 
 
 class _TimeLeft(ProgressColumn):
@@ -42,7 +43,7 @@ class Display:
             console=console,
             transient=True,
             refresh_per_second=5,
-            disable=not console.is_terminal,
+            disable=is_plain(console),
         )
         self._task = self._progress.add_task("opening", total=budget_seconds, best="", began=began)
 
@@ -66,7 +67,7 @@ class Display:
     def stage(self, name: str) -> None:
         """A stage begins: it gets a line of its own where nothing is redrawn."""
         self.step(name)
-        if not self._console.is_terminal:
+        if is_plain(self._console):
             self.say(name)
 
     def step(self, name: str) -> None:

@@ -184,24 +184,22 @@ def _round(share: float) -> float:
 def closing_words(report: Report) -> str:
     """What the bandwidths of NVMe mean for training, in plain words; empty where it was not measured.
 
-    Where ``report.machine`` has ``"tflops"``, the device's rate of arithmetic in 1e12 operations per second, tokens are
-    counted for it; else for each such unit.
+    Where ``report.machine`` has ``"tflops"``, the device's rate of arithmetic by precision in 1e12 operations per
+    second, tokens are counted for it; else for each such unit.
     """
     gb_s = {route: result.median_gb_s for route, result in report.best().items() if result.median_gb_s > 0}
     parts = [
-        f"{verb} {format_figure(gb_s[route])} GB/s"
+        f"{verb} {_in_words(gb_s[route])} GB/s"
         for route, verb in ((READ, "reads"), (WRITE, "writes"), (BOTH, "does both at once at"))
         if route in gb_s
     ]
     if not parts:
         return ""
     sentences = [f"Your NVMe {_join(parts)}."]
-    tflops = report.machine.get("tflops")
-    tflops = float(tflops) if isinstance(tflops, (int, float)) and tflops > 0 and math.isfinite(tflops) else None
     for index, (precision, traffic) in enumerate(TRAFFIC.items()):
         seconds = traffic.seconds(gb_s)
         if seconds is not None:
-            sentences.append(_on_traffic(precision, traffic, seconds, tflops, first=index == 0))
+            sentences.append(_on_traffic(precision, traffic, seconds, _tflops(report, precision), first=index == 0))
     if len(sentences) > 1:
         if "optimizer" in gb_s:
             seconds = OPTIMIZER_BYTES_PER_PARAMETER * EXAMPLE_PARAMETERS / gb_s["optimizer"] / GB
@@ -214,12 +212,18 @@ def closing_words(report: Report) -> str:
     return " ".join(sentences)
 
 
+def _tflops(report: Report, precision: str) -> float | None:
+    rates = report.machine.get("tflops")
+    rate = rates.get(precision) if isinstance(rates, Mapping) else None
+    return float(rate) if isinstance(rate, (int, float)) and rate > 0 and math.isfinite(rate) else None
+
+
 def _on_traffic(precision: str, traffic: Traffic, seconds: float, tflops: float | None, *, first: bool) -> str:
     num_tokens = seconds * (tflops or 1.0) * 1e12 / OPERATIONS_PER_PARAMETER
     model = f"A model of {EXAMPLE_PARAMETERS / 1e9:.0f} billion parameters" if first else "The same"
     least = f"hiding it behind arithmetic takes at least {_count(num_tokens)} tokens per step"
     if tflops is not None:
-        rate = f"at this device's {format_figure(tflops)} TFLOP/s"
+        rate = f"at this device's {_in_words(tflops)} TFLOP/s"
     else:
         many = f"{_count(num_tokens * _EXAMPLE_TFLOPS)} at {_EXAMPLE_TFLOPS:.0f} TFLOP/s"
         rate = f"for each TFLOP/s that your device reaches ({many})"
@@ -229,6 +233,12 @@ def _on_traffic(precision: str, traffic: Traffic, seconds: float, tflops: float 
         f"{traffic.written_bytes} written per parameter), which takes {_duration(seconds * EXAMPLE_PARAMETERS)}: "
         f"{least} {rate}."
     )
+
+
+def _in_words(figure: float) -> str:
+    """As in the table, but with the zero before the point."""
+    text = format_figure(figure)
+    return f"0{text}" if text.startswith(".") else text
 
 
 def _join(parts: Sequence[str]) -> str:

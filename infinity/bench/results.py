@@ -7,7 +7,7 @@ may be added; a change of what is there needs another ``SCHEMA``.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,7 @@ class Result:
             nothing is written that could be compared.
         reference: a peer's figure measured beside ours (fio): shown, and never among the best or the recommended.
         path: where several directories are given, the one that was measured alone; ``None``: all of them together.
+        in_passing: a short look on the way to the settings that were then measured; the largest of many is luck.
     """
 
     route: str
@@ -71,6 +72,7 @@ class Result:
     verified: bool | None = None
     reference: bool = False
     path: str | None = None
+    in_passing: bool = False
 
     @property
     def gb_s(self) -> list[float]:
@@ -112,7 +114,24 @@ class Result:
             document["reference"] = True
         if self.path is not None:
             document["path"] = self.path
+        if self.in_passing:
+            document["in_passing"] = True
         return document
+
+
+def best_results(results: Iterable[Result]) -> dict[str, Result]:
+    """Of each route, our result with the largest median; neither references nor single directories.
+
+    What was measured in passing counts only where a route has nothing else.
+    """
+    best: dict[str, Result] = {}
+    for result in results:
+        if result.reference or result.path is not None:
+            continue
+        held = best.get(result.route)
+        if held is None or (not result.in_passing, result.median_gb_s) > (not held.in_passing, held.median_gb_s):
+            best[result.route] = result
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,22 +159,8 @@ class Report:
         return list(dict.fromkeys(result.route for result in self.results))
 
     def best(self) -> dict[str, Result]:
-        """Of each route, our result with the largest median; neither references nor single directories.
-
-        Of what a sweep looked at in passing, the largest figure is luck: a result counts only with at least half as
-        many repeats as the route's most repeated one.
-        """
-        ours = [result for result in self.results if not result.reference and result.path is None]
-        most: dict[str, int] = {}
-        for result in ours:
-            most[result.route] = max(most.get(result.route, 0), len(result.runs))
-        best: dict[str, Result] = {}
-        for result in ours:
-            if 2 * len(result.runs) < most[result.route]:
-                continue
-            if result.route not in best or result.median_gb_s > best[result.route].median_gb_s:
-                best[result.route] = result
-        return best
+        """See ``best_results``."""
+        return best_results(self.results)
 
     def as_document(self) -> dict[str, Any]:
         """The figures as JSON holds them."""

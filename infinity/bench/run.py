@@ -37,13 +37,16 @@ from infinity.config import Config
 from infinity.console.directories import nvme_directories
 from infinity.console.formats import format_bytes
 from infinity.console.interrupt import StopRequest
-from infinity.console.output import STANDARD_OUTPUT, check_output, write_json
+from infinity.console.output import STANDARD_OUTPUT, check_output, is_plain, write_json
 from infinity.io.completion import call_in_thread
 from infinity.io.open import open_backend
 from infinity.store.nvme import OpenBackend
 
 _RANKS_FRACTION = 0.1
 """Collectives take so much of the time budget, and come on top of it."""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What a model is computed in, by ``Config.precision``."""
 
 
 class RegressionError(Exception):
@@ -99,9 +102,11 @@ def run(
             stack.enter_context(nvme_directories(settings.nvme, display.say))
             report = asyncio.run(_measure(settings, device, display, stop, open_backend, peer, began))
             if ranks is not None:
-                display.stage(f"measuring collectives of {ranks.num_ranks} ranks: {ranks.transport}")
+                display.say(f"ranks: {ranks.num_ranks}: {ranks.transport}")
+                display.stage("measuring collectives")
                 collectives = _measure_ranks(settings, ranks, stop, display.step)
-                report = dataclasses.replace(report, results=[*report.results, *collectives])
+                machine = {**report.machine, "ranks": ranks.as_document()}
+                report = dataclasses.replace(report, machine=machine, results=[*report.results, *collectives])
     report = dataclasses.replace(report, seconds=time.perf_counter() - began)
     report = dataclasses.replace(report, recommended=recommend(report))
     _publish(settings, console, report)
@@ -152,7 +157,9 @@ async def _measure(
     for warning in late_warnings:
         display.warn(warning)
     machine = await call_in_thread(lambda: machine_document(facts, choices, name))
-    tflops = await call_in_thread(lambda: matmul_tflops(device))
+    tflops = await call_in_thread(
+        lambda: {precision: matmul_tflops(device, dtype) for precision, dtype in _DTYPES.items()}
+    )
     return Report(
         machine={**machine, "tflops": tflops},
         nvme=[str(path) for path in settings.nvme],
@@ -178,7 +185,8 @@ def _measure_ranks(
 
 
 def _publish(settings: BenchSettings, console: Console, report: Report) -> None:
-    console.print(as_table(report, plain=not console.is_terminal, width=console.width))
+    # What is narrower than the table's least width shows its lines broken, and no figure cut.
+    console.print(as_table(report, plain=is_plain(console), width=console.width), crop=False)
     console.print(closing_words(report), markup=False, highlight=False)
     if settings.json_file is not None:
         write_json(report.as_document(), settings.json_file)
@@ -190,7 +198,7 @@ def _publish(settings: BenchSettings, console: Console, report: Report) -> None:
 
 def _compare(settings: BenchSettings, console: Console, report: Report, baseline: Baseline) -> None:
     comparison = compare(report, baseline, settings.tolerance)
-    console.print(comparison.as_table(plain=not console.is_terminal))
+    console.print(comparison.as_table(plain=is_plain(console), width=console.width), crop=False)
     if comparison.regressions:
         raise RegressionError(report, comparison)
 

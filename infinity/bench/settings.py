@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,13 +61,15 @@ def _parse_point(value: object) -> object:
     return point
 
 
-def _parse_share(value: object) -> object:
-    if isinstance(value, str) and value.strip().endswith("%"):
-        try:
-            return float(value.strip().removesuffix("%")) / 100
-        except ValueError:
-            raise ValueError("expected a part such as 0.1 or 10%") from None
-    return value
+def _parse_share(value: object) -> float:
+    words = str(value).strip()
+    try:
+        share = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise ValueError("expected a part from 0 to below 1, such as 0.1 or 10%")
+    return share
 
 
 class BenchSettings(BaseModel):
@@ -102,7 +105,7 @@ class BenchSettings(BaseModel):
     sweep finds the best."""
 
     device: str = "auto"
-    """The device tier: cpu (a part of host memory), cuda, cuda:1, … auto: the current accelerator, else cpu."""
+    """The device tier: cpu (a part of host memory), cuda, cuda:1 and so on. auto: the current accelerator, else cpu."""
 
     io_backend: BackendName = "auto"
     """How files are read and written. auto: in every way that works in all the directories, to find the best."""
@@ -119,7 +122,7 @@ class BenchSettings(BaseModel):
     baseline_file: Path | None = Field(default=None, alias="baseline")
     """Compare with the figures in this file, an earlier --json; a regression ends the command with exit code 3."""
 
-    tolerance: Annotated[float, BeforeValidator(_parse_share), Field(ge=0, lt=1)] = 0.1
+    tolerance: Annotated[float, BeforeValidator(_parse_share)] = 0.1
     """By how much a figure may be below that of --baseline, as a part of it: 0.1 or 10%."""
 
     fio: bool = False
@@ -147,11 +150,11 @@ class BenchSettings(BaseModel):
         others = {**outputs, "--baseline": self.baseline_file}
         if self.json_file == self.baseline_file:
             del others["--baseline"]  # figures take the place of those that they were compared with
-        counts = Counter(path.absolute() for path in others.values() if path is not None)
-        for path, count in counts.items():
-            if count > 1:
-                flags = " and ".join(flag for flag, other in others.items() if other and other.absolute() == path)
-                raise ConfigError(f"{flags}: expected different files, got {path} for each")
+        real = {flag: os.path.realpath(path) for flag, path in others.items() if path is not None}
+        for name, count in Counter(real.values()).items():
+            if count > 1 and name != os.devnull:
+                flags = " and ".join(flag for flag, same in real.items() if same == name)
+                raise ConfigError(f"{flags}: expected different files, got {name} for each")
 
     @property
     def backends(self) -> tuple[BackendName, ...]:

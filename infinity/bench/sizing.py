@@ -18,6 +18,9 @@ _RING_BYTES, _QUICK_RING_BYTES = 256 << 20, 128 << 20
 MAX_REQUEST_BYTES = 32 << 20
 """Of a request; a block may be larger."""
 
+OWN_BYTES = 160 << 20
+"""What the program itself grows by while it measures: libraries that it loads late, threads, a picture."""
+
 _LEAST_SWEEP_BYTES = 2 << 20
 _AUTO_FRACTION = 4
 """Without ``--size``, at most this part of what is free is taken."""
@@ -94,12 +97,14 @@ def plan_sizes(settings: BenchSettings, directories: Sequence[JobDirectory], ava
         BudgetError: the same for host memory.
     """
     num = len(directories)
+    available_bytes = max(0, available_bytes - OWN_BYTES)
     least = _sizes(settings, num, max((point.round_bytes for point in settings.points), default=_LEAST_SWEEP_BYTES))
     if settings.size is not None:
         wanted = _sizes(settings, num, round_up(-(-settings.size // num), PAGE_BYTES))
         if wanted.share_bytes < least.share_bytes:
+            each = f" in each of {num} directories" if num > 1 else ""
             raise ConfigError(
-                f"--size: expected at least {format_bytes(least.share_bytes)} in each of {num} directories"
+                f"--size: expected at least {format_bytes(least.share_bytes)}{each}"
                 f"{', one round of the largest of --points' if settings.points else ''}, got "
                 f"{format_bytes(settings.size)}; give more{', or smaller --points' if settings.points else ''}"
             )
@@ -151,7 +156,8 @@ def _check_memory(sizes: Sizes, available_bytes: int) -> None:
     if sizes.memory_bytes > available_bytes:
         raise BudgetError(
             f"the benchmark needs {format_bytes(sizes.total_bytes)} of host memory to write from and 2 x "
-            f"{format_bytes(sizes.ring_bytes)} to read into, in all {format_bytes(sizes.memory_bytes)}, but "
-            f"{format_bytes(available_bytes)} are free: short by {format_bytes(sizes.memory_bytes - available_bytes)}. "
-            "Free memory, or give a smaller --size or smaller --points"
+            f"{format_bytes(sizes.ring_bytes)} to read into, in all {format_bytes(sizes.memory_bytes)}; beside "
+            f"{format_bytes(OWN_BYTES)} for the program {format_bytes(available_bytes)} are free: short by "
+            f"{format_bytes(sizes.memory_bytes - available_bytes)}. Free memory, or give a smaller --size or smaller "
+            "--points"
         )

@@ -16,7 +16,7 @@ from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from infinity.bench.results import Report, Result
@@ -34,6 +34,8 @@ PLAIN_BOX = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=Tr
 
 _WIDEST_ROUTE, _NARROWEST_BY = 14, 14
 _NARROWEST_BAR, _WIDEST_BAR = 4, 24
+_BAR_COLUMN = 5
+_ENDLESS = 1000
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -63,6 +65,7 @@ def as_table(report: Report, *, plain: bool, width: int = 80) -> Table:
         report: the figures.
         plain: in ASCII, without colours.
         width: of where they will be shown, in columns; from 80 on nothing wraps. Names take what there is beyond.
+            Where there is less, what matters least is left out.
     """
     by_width = max(_NARROWEST_BY, _NARROWEST_BY + width - 80)
     table = Table(
@@ -75,11 +78,11 @@ def as_table(report: Report, *, plain: bool, width: int = 80) -> Table:
         caption=_caption(report, plain),
     )
     for name in ("route", "by", "block x depth", "GB/s", "min-max", "", "CPU s/GB", "ms p50/p99", ""):
-        bar = name == "" and len(table.columns) == 5
+        is_bar = len(table.columns) == _BAR_COLUMN
         table.add_column(
             Text(name.replace(" x ", "\nx ").replace("CPU ", "CPU\n").replace("ms ", "ms\n")),
-            justify="left" if bar or name in ("route", "by") else "right",
-            no_wrap=not bar,
+            justify="left" if is_bar or name in ("route", "by") else "right",
+            no_wrap=not is_bar,
             overflow="crop" if plain else "ellipsis",
         )
     for rows in _rows_of_kinds(report):
@@ -92,7 +95,31 @@ def as_table(report: Report, *, plain: bool, width: int = 80) -> Table:
                 style=None if plain else row.style,
                 end_section=row is rows[-1],
             )
+    by_name = {str(column.header): column for column in table.columns}
+    bar = table.columns[_BAR_COLUMN]
+    fit_columns(table, width, [bar, *(by_name[name] for name in ("ms\np50/p99", "CPU\ns/GB", "min-max"))])
     return table
+
+
+def fit_columns(table: Table, width: int, expendable: Sequence[Column]) -> None:
+    """Leave out columns until the others fit, since a figure that is cut looks like another one.
+
+    Args:
+        table: filled; where even the rest does not fit, it becomes wider than ``width``.
+        width: columns of the screen.
+        expendable: what may be left out, in this order.
+    """
+    left = list(expendable)
+    while (needed := _least_width(table)) > width:
+        if not left:
+            table.width = needed
+            return
+        table.columns.remove(left.pop(0))
+
+
+def _least_width(table: Table) -> int:
+    bars = any(isinstance(cell, _Bar) for column in table.columns for cell in column.cells)
+    return Console(width=_ENDLESS).measure(table).maximum - (_WIDEST_BAR - _NARROWEST_BAR) * bars
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +178,10 @@ def _rows(report: Report, route: str) -> Iterator[_Row]:
         elif result.path is not None:
             _keep_faster(alone, result.path, result)
         else:
-            steadiest = ours.get(result.backend)
-            if steadiest is not None and 2 * len(result.runs) < len(steadiest.runs):
-                continue  # looked at in passing: a large figure is luck
-            if steadiest is not None and len(result.runs) > 2 * len(steadiest.runs):
-                del ours[result.backend]
             _keep_faster(ours, result.backend, result)
             if is_recommended(result, report.recommended):
                 recommended = result
-    shown = sorted(ours.values(), key=lambda result: -result.median_gb_s)
+    shown = sorted(ours.values(), key=lambda result: (result.in_passing, -result.median_gb_s))
     if recommended is not None and recommended not in shown:
         shown.insert(1, recommended)
     for index, result in enumerate([*shown, *alone.values(), *peers.values()]):
@@ -167,7 +189,9 @@ def _rows(report: Report, route: str) -> Iterator[_Row]:
 
 
 def _keep_faster(fastest: dict[str, Result], key: str, result: Result) -> None:
-    if key not in fastest or result.median_gb_s > fastest[key].median_gb_s:
+    """What was measured in passing stands back behind all else."""
+    held = fastest.get(key)
+    if held is None or (not result.in_passing, result.median_gb_s) > (not held.in_passing, held.median_gb_s):
         fastest[key] = result
 
 

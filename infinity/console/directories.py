@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from infinity.console.output import check_parent
-from infinity.errors import ConfigError, DirectoryError, storage_error
+from infinity.errors import ConfigError, DirectoryError, StorageError, storage_error
 
 
 @contextlib.contextmanager
@@ -20,29 +20,35 @@ def nvme_directories(paths: Sequence[Path], say: Callable[[str], None]) -> Itera
 
     Raises:
         DirectoryError: the parent of one is missing or no directory, or one is a link to nowhere.
-        StorageError: one cannot be created.
+        StorageError: one cannot be created, or be looked at.
     """
     created: list[Path] = []
     try:
         for path in paths:
-            if path.exists():
-                continue
-            if path.is_symlink():
-                raise DirectoryError(
-                    f"--nvme: a link to {path.readlink()}, which does not exist; create that", path=path
-                )
             try:
-                check_parent(path, "--nvme")
+                made = _make(path)
+            except StorageError:
+                raise
             except ConfigError as error:
                 raise DirectoryError(str(error), path=path) from None
-            try:
-                path.mkdir(mode=0o700)
             except OSError as error:
                 raise storage_error("creating the directory for --nvme", error, path=path) from error
-            created.append(path)
-            say(f"created {path}, to be removed at the end")
+            if made:
+                created.append(path)
+                say(f"created {path}, to be removed at the end")
         yield
     finally:
         for path in created:
             with contextlib.suppress(OSError):  # not empty: someone put files there, which stay
                 path.rmdir()
+
+
+def _make(path: Path) -> bool:
+    """Create a directory, unless something is there; whether it did."""
+    if path.exists():
+        return False
+    if path.is_symlink():
+        raise DirectoryError(f"--nvme: a link to {path.readlink()}, which does not exist; create that", path=path)
+    check_parent(path, "--nvme")
+    path.mkdir(mode=0o700)
+    return True

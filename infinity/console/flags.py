@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -48,7 +48,7 @@ def make_flags(
             metavar=None if field.annotation is bool else _metavar(field),
             rich_help_panel=panels if isinstance(panels, str) else panels[name],
         )
-        kind = bool if field.annotation is bool else str
+        kind: Any = bool if field.annotation is bool else list[str] if _is_list(field) else str
         yield inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -69,8 +69,16 @@ def given_fields(model: type[BaseModel], flags: Mapping[str, Any]) -> dict[str, 
         name = field.alias or field_name
         value = flags[name]
         if value is not None:
-            given[name] = tuple(value.split(",")) if _is_list(field) and value != field.default else value
+            given[name] = _parts(value, field) if _is_list(field) else value
     return given
+
+
+def _parts(given: str | Sequence[str], field: FieldInfo) -> object:
+    """Of a flag that takes several values: all that was given to it, at once or each with a flag of its own."""
+    values = [given] if isinstance(given, str) else given
+    if list(values) == [field.default]:  # a word
+        return field.default
+    return tuple(part for value in values for part in value.split(","))
 
 
 def _field_docs(model: type[BaseModel]) -> dict[str, str]:
