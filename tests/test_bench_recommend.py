@@ -89,6 +89,12 @@ def test_more_than_enough_in_flight_is_a_cost() -> None:
     assert chosen(*little, *setting(2.0, 2.0, 2.0, 8, 4)) == ("threads", 8, 4)
 
 
+def test_one_block_at_a_time_is_taken_only_where_there_is_no_other() -> None:
+    one = setting(2.0, 2.0, 2.0, 32, 1, cpu_s_per_gb=0.005)
+    assert chosen(*one, *setting(1.9, 1.9, 1.9, 32, 2)) == ("threads", 32, 2)
+    assert chosen(*one) == ("threads", 32, 1)
+
+
 def test_a_setting_measured_on_more_routes_comes_first() -> None:
     assert chosen(result(READ, 9.0, 1, 1), *setting(2.0, 2.0, 2.0, 8, 4)) == ("threads", 8, 4)
     assert chosen(*setting(9.0, 9.0, None, 1, 1), *setting(2.0, 2.0, 2.0, 8, 4)) == ("threads", 8, 4)

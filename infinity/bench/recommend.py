@@ -27,6 +27,8 @@ be overlapped.
 The setting. One that was measured on more of the routes comes first, since a step needs them all; then what moves a
 step's bytes soonest; and among those that noise cannot tell from it, what costs least CPU, more than ``_FREE_BYTES`` in
 flight counting as CPU would: up to there an urgent read waits for some tens of milliseconds at most, beyond it longer.
+One block in flight at a time is taken only where nothing else was measured: here requests are large, but in training
+small shards, flushes and reads would wait for one another.
 """
 
 from __future__ import annotations
@@ -168,6 +170,7 @@ def _choose(results: Iterable[Result]) -> _Candidate | None:
     candidates = [_Candidate(measured) for measured in settings.values()]
     widest = max(map(_coverage, candidates))
     candidates = [candidate for candidate in candidates if _coverage(candidate) == widest]
+    candidates = [each for each in candidates if each.any_result.queue_depth > 1] or candidates
     fastest = min(candidates, key=lambda candidate: candidate.seconds)
     near = [each for each in candidates if each.seconds <= fastest.seconds * (1 + fastest.noise)]
     return min(near, key=lambda candidate: candidate.cost)
