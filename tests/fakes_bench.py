@@ -19,7 +19,7 @@ from infinity.io.backend import Backend
 from infinity.io.open import Choice
 from infinity.io.syscalls import Syscalls
 from infinity.io.threads import ThreadBackend
-from infinity.store.nvme import OpenBackend
+from infinity.store.volumes import OpenBackend
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 POINTS = "64KiBx4,256KiBx2"

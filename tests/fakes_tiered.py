@@ -15,9 +15,10 @@ from fakes_store import FakeOpener
 from infinity.errors import StorageError
 from infinity.io.backend import Priority
 from infinity.io.memory import PAGE_BYTES, allocate
-from infinity.store.nvme import NvmeTier, OpenBackend
+from infinity.store.nvme import NvmeTier
 from infinity.store.shard import ShardKey
 from infinity.store.store import TieredStore
+from infinity.store.volumes import OpenBackend
 
 PAGE = PAGE_BYTES
 A, B, C, D, E = (ShardKey(unit, 0, "master") for unit in range(5))

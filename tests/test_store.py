@@ -17,8 +17,8 @@ from infinity.errors import BudgetError, EngineStateError, StorageError
 from infinity.io.backend import IOStatistics, Priority
 from infinity.io.memory import allocate
 from infinity.io.open import open_backend
-from infinity.store.nvme import OpenBackend
 from infinity.store.shard import ShardKey
+from infinity.store.volumes import OpenBackend
 
 
 @pytest.fixture(params=["fake", "real"])

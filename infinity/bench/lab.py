@@ -16,7 +16,7 @@ from infinity.config import BackendName
 from infinity.console.interrupt import StopRequest
 from infinity.io.memory import PAGE_BYTES
 from infinity.io.open import Choice
-from infinity.store.nvme import OpenBackend
+from infinity.store.volumes import OpenBackend
 
 
 class Lab:

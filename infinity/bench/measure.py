@@ -53,7 +53,7 @@ from infinity.console.formats import format_bytes
 from infinity.console.interrupt import StopRequest
 from infinity.errors import DirectoryError
 from infinity.io.open import Choice
-from infinity.store.nvme import OpenBackend
+from infinity.store.volumes import OpenBackend
 
 _FIRST_WRITE_FRACTION = 1 / 16
 """Of the time budget: what is not written by then is left out, unless ``--size`` was given."""

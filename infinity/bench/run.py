@@ -40,7 +40,7 @@ from infinity.console.interrupt import StopRequest
 from infinity.console.output import STANDARD_OUTPUT, check_output, is_plain, write_json
 from infinity.io.completion import call_in_thread
 from infinity.io.open import open_backend
-from infinity.store.nvme import OpenBackend
+from infinity.store.volumes import OpenBackend
 
 _RANKS_FRACTION = 0.1
 """Collectives take so much of the time budget, and come on top of it."""

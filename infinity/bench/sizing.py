@@ -12,7 +12,7 @@ from infinity.console.formats import format_bytes
 from infinity.errors import BudgetError, ConfigError, DiskFullError
 from infinity.io.memory import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 from infinity.store.directory import JobDirectory
-from infinity.store.nvme import MARGIN_BYTES
+from infinity.store.volumes import MARGIN_BYTES
 
 _RING_BYTES, _QUICK_RING_BYTES = 256 << 20, 128 << 20
 MAX_REQUEST_BYTES = 32 << 20

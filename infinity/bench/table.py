@@ -181,7 +181,7 @@ def _rows(report: Report, route: str) -> Iterator[_Row]:
             _keep_faster(ours, result.backend, result)
             if is_recommended(result, report.recommended):
                 recommended = result
-    shown = sorted(ours.values(), key=lambda result: (result.in_passing, -result.median_gb_s))
+    shown = sorted(ours.values(), key=lambda result: result.standing, reverse=True)
     if recommended is not None and recommended not in shown:
         shown.insert(1, recommended)
     for index, result in enumerate([*shown, *alone.values(), *peers.values()]):
@@ -189,9 +189,8 @@ def _rows(report: Report, route: str) -> Iterator[_Row]:
 
 
 def _keep_faster(fastest: dict[str, Result], key: str, result: Result) -> None:
-    """What was measured in passing stands back behind all else."""
     held = fastest.get(key)
-    if held is None or (not result.in_passing, result.median_gb_s) > (not held.in_passing, held.median_gb_s):
+    if held is None or result.standing > held.standing:
         fastest[key] = result
 
 

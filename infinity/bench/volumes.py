@@ -21,7 +21,7 @@ from infinity.io.open import Choice
 from infinity.io.pagecache import is_cached
 from infinity.io.tasks import gather_all
 from infinity.store.directory import JobDirectory, open_directories
-from infinity.store.nvme import OpenBackend
+from infinity.store.volumes import OpenBackend
 
 _FILE_NAME = "shards.bin"  # one of the names that JobDirectory removes
 

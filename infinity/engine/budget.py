@@ -55,12 +55,9 @@ class Plan:
         return sizes | {state_kind(name): step_bytes for name in part.state_names}
 
     def step_keys(self, part: Part) -> list[ShardKey]:
-        """The shards that a step of this part reads or writes."""
-        return [part.key(kind) for kind in self.shard_bytes(part)]
-
-    def read_keys(self, part: Part) -> list[ShardKey]:
-        """Those among ``step_keys`` whose bytes a step needs: rounded parameters are only written."""
-        return [key for key in self.step_keys(part) if not (self.precision.has_master and key.kind == PARAM)]
+        """The shards whose bytes a step of this part needs; rounded parameters are only written."""
+        only_written = {PARAM} if self.precision.has_master else set()
+        return [part.key(kind) for kind in self.shard_bytes(part) if kind not in only_written]
 
     def part_state_bytes(self, part: Part) -> int:
         """All state of a part; gradients count once, as one backward leaves them."""

@@ -123,7 +123,7 @@ class Engine:
                     weights=config.nvme_weights,
                 )
             )
-        orders = Orders(self._units, self._parts, plan.read_keys)
+        orders = Orders(self._units, self._parts, plan.step_keys)
         on_host = device.type == "cpu"
         self._store = resources.store = TieredStore(
             config.ram,
@@ -144,7 +144,7 @@ class Engine:
             pieces = [Piece(part.key(PARAM), part.start, part.stop) for part in unit.parts]
             self._device.register(unit.index, unit.num_bytes, pieces)
         self._scheduler = PrefetchScheduler(
-            loop, self._store, self._device, orders, self._units, self._parts, plan.read_keys, depth=config.prefetch
+            loop, self._store, self._device, orders, self._units, self._parts, depth=config.prefetch
         )
         self._gradients = GradientSink(loop, self._store, self._scheduler, self._parts)
         has_master = self._precision.has_master

@@ -83,8 +83,12 @@ class Orders:
         if access.use is Use.GRADIENT:
             return [self._parts[access.where].key(GRAD), self._parts[access.where].key(GRAD_SUM)]
         if access.use is Use.STEP:
-            return self._step_keys(self._parts[access.where])
+            return self.step_keys(access.where)
         return []
+
+    def step_keys(self, part: int) -> list[ShardKey]:
+        """The shards that a step of a sub-group reads."""
+        return self._step_keys(self._parts[part])
 
 
 class PrefetchScheduler:
@@ -97,7 +101,6 @@ class PrefetchScheduler:
         orders: the recorded orders.
         units: all units.
         parts: all parts.
-        read_keys: the shards that a step of a sub-group reads.
         depth: how many units ahead may be gathered.
     """
 
@@ -109,7 +112,6 @@ class PrefetchScheduler:
         orders: Orders,
         units: Sequence[Unit],
         parts: Sequence[Part],
-        read_keys: Callable[[Part], list[ShardKey]],
         *,
         depth: int,
     ) -> None:
@@ -120,7 +122,6 @@ class PrefetchScheduler:
         self._orders = orders
         self._units = units
         self._parts = parts
-        self._read_keys = read_keys
         self._depth = depth
         self._stepping = False
 
@@ -219,7 +220,7 @@ class PrefetchScheduler:
                 num_units += 1
 
     def _prefetch_state(self, part: int) -> bool:
-        keys = [key for key in self._read_keys(self._parts[part]) if key in self._store]
+        keys = [key for key in self._orders.step_keys(part) if key in self._store]
         return all(self._store.prefetch(key) for key in keys)
 
     def _prefetch_gradients(self, part: Part) -> None:

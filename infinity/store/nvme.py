@@ -42,10 +42,8 @@ from infinity.io.open import Choice
 from infinity.io.open import open_backend as _open_backend
 from infinity.io.tasks import gather_all
 from infinity.store.shard import Extent, ShardKey
-from infinity.store.volumes import MARGIN_BYTES, OpenBackend, Volume, Volumes
+from infinity.store.volumes import OpenBackend, Volume, Volumes
 from infinity.trace import TierUsage
-
-__all__ = ["MARGIN_BYTES", "NvmeTier", "OpenBackend"]
 
 
 @dataclasses.dataclass(slots=True, eq=False)

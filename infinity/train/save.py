@@ -6,7 +6,6 @@ header with each tensor's type, shape and place, then the tensors' bytes.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 
 from infinity.console.output import check_output
-from infinity.errors import ConfigError, DiskFullError, StorageError, storage_error
+from infinity.errors import ConfigError, StorageError, storage_error
 
 _ITEM_BYTES = 4
 _HEADER_ALIGNMENT = 8
@@ -68,13 +67,7 @@ def save_weights(path: Path, weights: Mapping[str, torch.Tensor], shapes: Mappin
     except StorageError:  # of the weights' own tier
         raise
     except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            raise DiskFullError(
-                "writing the weights for --save failed: the file system is full; free space there",
-                path=path,
-                errno=error.errno,
-            ) from error
-        raise storage_error("writing the weights", error, path=path) from error
+        raise storage_error("writing the weights for --save", error, path=path) from error
     finally:
         unfinished.unlink(missing_ok=True)
     return size_bytes
