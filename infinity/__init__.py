@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         ShortTransferError,
         StorageError,
     )
-    from infinity.trace import StepStats, TierUsage
+    from infinity.trace.stats import RouteStats, StepStats, TierUsage, UnitStats
 
 __all__ = [
     "BudgetError",
@@ -35,10 +35,12 @@ __all__ = [
     "EngineStateError",
     "InfinityError",
     "ModelError",
+    "RouteStats",
     "ShortTransferError",
     "StepStats",
     "StorageError",
     "TierUsage",
+    "UnitStats",
     "deferred_init",
     "initialize",
 ]
@@ -56,10 +58,12 @@ _HOMES = {
     "EngineStateError": "infinity.errors",
     "InfinityError": "infinity.errors",
     "ModelError": "infinity.errors",
+    "RouteStats": "infinity.trace.stats",
     "ShortTransferError": "infinity.errors",
-    "StepStats": "infinity.trace",
+    "StepStats": "infinity.trace.stats",
     "StorageError": "infinity.errors",
-    "TierUsage": "infinity.trace",
+    "TierUsage": "infinity.trace.stats",
+    "UnitStats": "infinity.trace.stats",
     "deferred_init": "infinity.engine.deferred",
     "initialize": "infinity.engine.engine",
 }

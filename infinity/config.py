@@ -110,6 +110,11 @@ class Config(BaseModel):
     """``"fp32"``: parameters and arithmetic as they are. ``"bf16"``: bf16 parameters, buffers and gradients, fp32
     master weights and optimizer states; gradients of several backwards are summed in fp32."""
 
+    optimizer_states: Literal["full", "bf16", "int8"] = "full"
+    """``"full"``: optimizer states as the optimizer makes them. ``"bf16"``, ``"int8"``: its fp32 states of parameters
+    of 4096 elements or more take 2 bytes, or 1 (and a scale for every 256), for each element, and are stepped in fp32:
+    fewer bytes to keep and move, and **not** the numbers of plain PyTorch."""
+
     prefetch: Annotated[int, Number, Field(ge=0, le=64)] = 2
     """How many units ahead of the one computing may be gathered. 0: every gather waits for its read."""
 
@@ -118,7 +123,17 @@ class Config(BaseModel):
 
     sub_group_bytes: Bytes | None = None
     """Largest state (parameters, master weights, gradients, optimizer states) that one optimizer sub-group may hold;
-    a larger single parameter makes its own. ``None``: a quarter of ``ram``, at most 256 MiB."""
+    a larger single parameter makes its own. ``None``: a sixteenth of ``ram`` within 32 and 256 MiB, but at most a
+    quarter: what is being stepped, read and written takes memory from what could stay."""
+
+    overlap: bool = True
+    """Step sub-groups beside training: ``step()`` returns at once, and the next forward waits for each unit. Off, or
+    where ``ram`` has no room for a step and a backward at the same time: ``step()`` returns when all is stepped."""
+
+    accumulation_steps: Annotated[int, Number, Field(ge=1)] | None = None
+    """How many backwards make a step. Given, and with ``overlap``, sub-groups are stepped under the last of them, as
+    soon as their gradients are final: hyper-parameters must be set before it, and ``step()`` must follow, before the
+    model is used, saved or given other gradients. ``None``: nothing is stepped before ``step()``."""
 
     io_backend: BackendName = "auto"
     """``"threads"``: direct I/O on worker threads. ``"uring"``: io_uring, which Linux may refuse to containers.

@@ -37,7 +37,7 @@ class Transfer:
 
     action: str
     key: str
-    priority: Priority | None
+    priority: Priority
     end: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def succeed(self) -> None:
@@ -74,9 +74,9 @@ class Below:
         await self._pass(Transfer("fill", key, priority))
         stamp(lease.tensor, self.stored[key])
 
-    async def spill(self, key: str, lease: Lease) -> None:
+    async def spill(self, key: str, lease: Lease, priority: Priority) -> None:
         before = self._check(key, lease)
-        await self._pass(Transfer("spill", key, None))
+        await self._pass(Transfer("spill", key, priority))
         after = self._check(key, lease)
         if before != after:
             self.faults.append(f"{key} changed from {before} to {after} while it was written")
@@ -136,17 +136,21 @@ async def until(condition: Callable[[], bool]) -> None:
 class World:
     """A residency of a few pages over a fake tier; keys are letters, needed in alphabetical order unless told."""
 
-    def __init__(self, num_pages: int, keys: str, *, headroom_pages: int, automatic: bool) -> None:
+    def __init__(self, num_pages: int, keys: str, *, automatic: bool) -> None:
         self.pool = make_pool(num_pages)
         self.below = Below(keys, automatic=automatic)
         self.distances: dict[str, float] = {key: float(index) for index, key in enumerate(keys)}
+        self.num_told = 0
         self.residency: Residency[str] = Residency(
             self.pool,
             distance=lambda key: self.distances.get(key, math.inf),
             fill=self.below.fill,
             spill=self.below.spill,
-            headroom_bytes=lambda: headroom_pages * PAGE_BYTES,
+            room=self._count_room,
         )
+
+    def _count_room(self) -> None:
+        self.num_told += 1
 
     async def hold(self, key: str, *, num_pages: int = 1, owner: str = "me", update: bool = False) -> None:
         """Fetch, letting the fill end well."""
@@ -188,10 +192,8 @@ class World:
 
 
 @asynccontextmanager
-async def world(
-    num_pages: int, keys: str = "abcdefgh", *, headroom_pages: int = 0, automatic: bool = False
-) -> AsyncIterator[World]:
-    made = World(num_pages, keys, headroom_pages=headroom_pages, automatic=automatic)
+async def world(num_pages: int, keys: str = "abcdefgh", *, automatic: bool = False) -> AsyncIterator[World]:
+    made = World(num_pages, keys, automatic=automatic)
     try:
         yield made
     finally:

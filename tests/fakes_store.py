@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from infinity.config import BackendName
 from infinity.errors import DiskFullError, ShortTransferError
-from infinity.io.backend import Backend, File, IOStatistics, Priority, Transfer
+from infinity.io.backend import Backend, File, IOStatistics, Priority, Timing, Transfer
 from infinity.io.open import Choice
 
 
@@ -71,11 +72,21 @@ class FakeBackend(Backend):
     ) -> None:
         await self.write_many([Transfer(file, offset, buffer)], priority=priority)
 
-    async def read_many(self, transfers: Sequence[Transfer], *, priority: Priority = Priority.DEMAND) -> None:
+    async def read_many(
+        self, transfers: Sequence[Transfer], *, priority: Priority = Priority.DEMAND, timing: Timing | None = None
+    ) -> None:
+        start_seconds = time.perf_counter()
         await self._transfer("read", transfers, priority)
+        if timing is not None:
+            timing.add(start_seconds, time.perf_counter())
 
-    async def write_many(self, transfers: Sequence[Transfer], *, priority: Priority = Priority.BACKGROUND) -> None:
+    async def write_many(
+        self, transfers: Sequence[Transfer], *, priority: Priority = Priority.BACKGROUND, timing: Timing | None = None
+    ) -> None:
+        start_seconds = time.perf_counter()
         await self._transfer("write", transfers, priority)
+        if timing is not None:
+            timing.add(start_seconds, time.perf_counter())
 
     async def fsync(self, file: File) -> None:
         await self._begin("fsync", file.path)

@@ -32,6 +32,10 @@ class Stage:
         self.store = store
         self.opener = opener
         self.distances = distances
+        self.num_told = 0
+
+    def count_room(self) -> None:
+        self.num_told += 1
 
     async def put(self, key: ShardKey, value: int, num_pages: int = 1) -> None:
         lease = await self.store.put(key, num_pages * PAGE, owner="me")
@@ -79,7 +83,6 @@ async def stage(
     path: Path | None,
     ram_pages: int,
     *,
-    headroom_pages: int = 0,
     opener: OpenBackend | None = None,
     poison: bool = False,
 ) -> AsyncIterator[Stage]:
@@ -101,11 +104,12 @@ async def stage(
         ram_pages * PAGE,
         nvme,
         distance=lambda key: distances.get(key, math.inf),
-        headroom_bytes=headroom_pages * PAGE,
+        on_room=lambda: made.count_room(),
         poison=poison,
     )
+    made = Stage(store, opener, distances)
     try:
-        yield Stage(store, opener, distances)
+        yield made
     finally:
         if isinstance(opener, FakeOpener):
             opener.gate.set()

@@ -26,7 +26,7 @@ import infinity
 from infinity.config import Config
 from infinity.engine import saved
 from infinity.engine.budget import Plan, plan_for
-from infinity.engine.shadow import expected_states
+from infinity.engine.shadow import probe
 
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -229,7 +229,7 @@ class Parity:
 def plan_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Plan:
     """The plan that the engine makes."""
     stepped = {param for group in optimizer.param_groups for param in group["params"]}
-    return plan_for(model, stepped, expected_states(optimizer), config, CPU)
+    return plan_for(model, stepped, probe(optimizer).states, config, CPU)
 
 
 def smallest(make_model: MakeModel, make_optimizer: MakeOptimizer, **fields: Any) -> Config:

@@ -122,6 +122,7 @@ def test_a_view_kept_beyond_the_forward_reads_as_nan_in_debug_mode_only(debug: b
         assert torch.equal(kept[0], weight), "it is still resident"
         engine.backward(engine(*models.vectors(0)).sum())
         engine.step()  # a step drops what is gathered
+        engine.synchronize()
         assert bool(kept[0].isnan().all()) is debug
 
 

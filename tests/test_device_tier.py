@@ -93,7 +93,7 @@ async def stage(
         open_backend=opener,
     )
     distances = {unit: float(unit) for unit in range(8)}
-    store = TieredStore(ram_pages * PAGE, nvme, distance=lambda key: math.inf, headroom_bytes=0, poison=True)
+    store = TieredStore(ram_pages * PAGE, nvme, distance=lambda key: math.inf, poison=True)
     device = make(device_pages * PAGE, store, lambda unit: distances[unit])
     try:
         made = Stage(store, device, opener, distances)

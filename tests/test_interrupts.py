@@ -66,7 +66,8 @@ def test_an_interrupt_at_any_wait(precision: str, tmp_path: Path, monkeypatch: p
                         trainer.backward(trainer.model(*models.tokens(seed)))
                     complete = True
                 except KeyboardInterrupt:
-                    interrupted_at, waits = interrupted_at, itertools.count(interrupted_at + 1)
+                    pass
+                waits = itertools.count(interrupted_at + 1)
                 trainer.zero_grad()
         assert interrupted_at > 20
         losses += good_steps(trainer)

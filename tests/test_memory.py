@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import re
 import struct
 import weakref
 from pathlib import Path
@@ -22,6 +23,33 @@ def num_present(tensor: torch.Tensor) -> int:
         pagemap.seek(tensor.data_ptr() // PAGE_BYTES * 8)
         entries = struct.unpack(f"={num_pages}Q", pagemap.read(8 * num_pages))
     return sum(entry >> 63 for entry in entries)
+
+
+def mappings(start: int, stop: int) -> list[dict[str, str]]:
+    """What the system says of each mapping in a range of addresses, whose bounds are under ``start`` and ``stop``."""
+    found: list[dict[str, str]] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            found.append({"start": str(int(bounds[1], 16)), "stop": str(int(bounds[2], 16))})
+        else:
+            name, _, value = line.partition(":")
+            found[-1][name] = value.strip()
+    return [each for each in found if int(each["start"]) < stop and int(each["stop"]) > start]
+
+
+def of(tensor: torch.Tensor) -> list[dict[str, str]]:
+    return mappings(tensor.data_ptr(), tensor.data_ptr() + tensor.numel())
+
+
+def total_kib(found: list[dict[str, str]], name: str) -> int:
+    return sum(int(each[name].removesuffix(" kB")) for each in found)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+SIZES = [2 * HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + PAGE_BYTES, 4 * HUGE_PAGE_BYTES - PAGE_BYTES]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +86,70 @@ def test_pages_are_present_if_asked_for(num_bytes: int) -> None:
 def test_pages_are_present_where_the_kernel_cannot_populate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)
     assert num_present(allocate(5 * PAGE_BYTES)) == 5
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_large_memory_is_a_mapping_of_its_own_that_asks_for_huge_pages(num_bytes: int) -> None:
+    tensor = allocate(num_bytes)
+    (mapping,) = of(tensor)
+    assert int(mapping["start"]) == tensor.data_ptr()
+    assert int(mapping["stop"]) == tensor.data_ptr() + num_bytes
+    assert "hg" in mapping["VmFlags"].split()
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_large_memory_is_in_huge_pages_but_for_its_tail(num_bytes: int) -> None:
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("this system gives huge pages to nobody")
+    tensors = [allocate(num_bytes, populate=populate) for populate in (True, False)]
+    for tensor in tensors:
+        tensor.fill_(1)
+        got = total_kib(of(tensor), "AnonHugePages") * 1024
+        assert got <= num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if got == 0:
+            pytest.skip("the system has no huge page free now")
+
+
+@pytest.mark.parametrize("populate", [True, False])
+@pytest.mark.parametrize("num_bytes", [3 * PAGE_BYTES, *SIZES])
+def test_memory_takes_its_exact_size_and_the_room_around_it_nothing(num_bytes: int, populate: bool) -> None:
+    tensor = allocate(num_bytes, populate=populate)
+    tensor.fill_(1)
+    assert total_kib(of(tensor), "Rss") * 1024 == num_bytes
+    around = mappings(tensor.data_ptr() - PAGE_BYTES, tensor.data_ptr() + num_bytes + PAGE_BYTES)
+    assert all("hg" not in each["VmFlags"].split() for each in around if each["start"] != of(tensor)[0]["start"])
+
+
+def test_small_memory_and_the_room_beside_large_are_barred_from_huge_pages() -> None:
+    small, large = allocate(5 * PAGE_BYTES), allocate(HUGE_PAGE_BYTES)
+    after = large.data_ptr() + large.numel()
+    (beside,) = mappings(after, after + PAGE_BYTES)
+    assert all("nh" in each["VmFlags"].split() for each in [*of(small), beside])
+    assert int(beside["Rss"].removesuffix(" kB")) == 0
+
+
+@pytest.mark.parametrize("num_bytes", [64 * PAGE_BYTES, 17 * HUGE_PAGE_BYTES + PAGE_BYTES])
+def test_memory_that_is_given_back_leaves_the_process(num_bytes: int) -> None:
+    allocate(num_bytes).fill_(1)
+    before = resident_bytes()
+    tensors = [allocate(num_bytes) for _ in range(4)]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    assert resident_bytes() >= before + 4 * num_bytes - (1 << 20)
+    tensors.clear()
+    assert resident_bytes() <= before + (1 << 20)
+    assert not any(each["VmFlags"].split().count("hg") for at in addresses for each in mappings(at, at + num_bytes))
+
+
+def test_it_is_placed_before_any_page_is_present() -> None:
+    placed: list[tuple[int, int, float]] = []
+
+    class Seen:
+        def place(self, address: int, num_bytes: int) -> None:
+            placed.append((address, num_bytes, total_kib(mappings(address, address + num_bytes), "Rss")))
+
+    for num_bytes in (3 * PAGE_BYTES, HUGE_PAGE_BYTES):
+        tensor = allocate(num_bytes, placement=Seen())
+        assert placed.pop() == (tensor.data_ptr(), num_bytes, 0)
 
 
 def test_memory_lives_as_long_as_any_view() -> None:

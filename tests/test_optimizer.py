@@ -14,8 +14,8 @@ from torch import nn
 import infinity
 import parity_models as models
 from infinity import Config, Engine, EngineStateError, ModelError, StorageError
-from infinity.engine.optimizer import SubGroupStepper
-from infinity.engine.shadow import Shadow, expected_states
+from infinity.engine.shadow import Shadow, probe
+from infinity.engine.substep import SubGroupStepper
 from infinity.store.loop import LoopThread
 from parity import Parity, Trainer, assert_same, same_bits
 from parity_models import GPT, WIDTH
@@ -51,6 +51,12 @@ def start(optimizer_of: MakeOptimizer, tmp_path: Path, **fields: Any) -> tuple[E
 def loss_of(engine: Engine) -> torch.Tensor:
     loss: torch.Tensor = engine(*models.vectors(0)).square().mean()
     return loss
+
+
+def step_to_the_end(engine: Engine) -> None:
+    """A step that overlaps training reports what failed to whoever comes next."""
+    engine.step()
+    engine.synchronize()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -173,9 +179,9 @@ def test_states_differ_from_group_to_group_and_shape_to_shape(tmp_path: Path) ->
         return torch.optim.SGD(groups, lr=0.1)
 
     model = Perceptron()
-    states = expected_states(make(model))
+    states = probe(make(model)).states
     assert [states[param] for param in model.parameters()] == [(), (), *[("momentum_buffer",)] * 4]
-    factored = expected_states(torch.optim.Adafactor(model.parameters()))
+    factored = probe(torch.optim.Adafactor(model.parameters())).states
     assert [factored[param] for param in model.parameters()] == [(), ("variance",)] * 3
     case = Parity(Perceptron, make, three_steps)
     case.check(case.smallest(tmp_path))
@@ -188,7 +194,7 @@ def test_looking_for_states_draws_no_random_numbers_and_changes_nothing() -> Non
 
     optimizer = Noisy(Perceptron())
     before = torch.get_rng_state()
-    assert set(expected_states(optimizer).values()) == {("noise",)}
+    assert set(probe(optimizer).states.values()) == {("noise",)}
     assert same_bits(torch.get_rng_state(), before)
     assert optimizer.number == 0
     assert optimizer.seen == [0]
@@ -266,7 +272,7 @@ def test_after_a_step_that_failed_half_way_nothing_goes_on(engine: Engine, monke
     real, steps = SubGroupStepper._arithmetic, iter([None, None])
     monkeypatch.setattr(SubGroupStepper, "_arithmetic", lambda *a: real(*a) if next(steps, fail) is None else fail())
     with pytest.raises(StorageError, match="on purpose"):
-        engine.step()
+        step_to_the_end(engine)
     monkeypatch.undo()
     inputs = models.vectors(0)
     for use in (
@@ -287,7 +293,7 @@ def test_an_error_in_the_users_class_is_an_error_of_the_step(tmp_path: Path) -> 
     with engine:
         engine.backward(loss_of(engine))
         with pytest.raises(ZeroDivisionError, match="the user's own"):
-            engine.step()
+            step_to_the_end(engine)
         with pytest.raises(EngineStateError, match="failed half-way"):
             loss_of(engine)
 
@@ -298,7 +304,7 @@ def test_a_step_that_is_interrupted_is_whole(
 ) -> None:
     """The first interrupt waits for the step to end; a second does not, but whatever comes next does."""
     case = Parity(Perceptron, sgd, three_steps)
-    engine, _ = start(sgd, tmp_path)
+    engine, _ = start(sgd, tmp_path, overlap=False)
     real, interrupts = LoopThread._result, 0
 
     def result(loop: LoopThread, future: concurrent.futures.Future[Any]) -> Any:
@@ -315,11 +321,12 @@ def test_a_step_that_is_interrupted_is_whole(
             engine.backward(loss)
             losses.append(loss.detach())
             # Take the gradients before, so that the waits that are interrupted are the step's.
+            engine._steps.prepare()
             gradients = engine._gradients.take()
             interrupts = 0
             monkeypatch.setattr(LoopThread, "_result", result)
             with pytest.raises(KeyboardInterrupt):
-                engine._guard.run(engine._stepper.step(gradients))
+                engine._steps.complete(gradients)
             monkeypatch.undo()
         weights = dict(engine.state_dict())
     assert_same(losses, case.expected.returned, "losses")

@@ -162,7 +162,8 @@ def test_a_cycle_that_never_ends_is_recorded_only_so_far(monkeypatch: pytest.Mon
 def make_orders() -> Orders:
     """Two units of one part each."""
     parts = [
-        SimpleNamespace(index=i, unit=i, stepped=True, key=lambda kind, i=i: ShardKey(i, 0, kind)) for i in range(2)
+        SimpleNamespace(index=i, unit=i, position=0, stepped=True, key=lambda kind, i=i: ShardKey(i, 0, kind))
+        for i in range(2)
     ]
     units = [SimpleNamespace(index=i, parts=[part]) for i, part in enumerate(parts)]
     return Orders(cast(Any, units), cast(Any, parts), lambda part: [ShardKey(part.index, 0, "master")])

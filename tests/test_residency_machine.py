@@ -52,21 +52,32 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.injected: list[BaseException] = []
         self.version = 1
 
-    @initialize(num_pages=st.integers(3, 10), headroom_pages=st.integers(0, 6))
-    def open(self, num_pages: int, headroom_pages: int) -> None:
+    @initialize(num_pages=st.integers(3, 10))
+    def open(self, num_pages: int) -> None:
         self.pool = make_pool(num_pages)
         self.residency: Residency[str] = Residency(
             self.pool,
             distance=self.distances.__getitem__,
             fill=self.below.fill,
             spill=self.below.spill,
-            headroom_bytes=lambda: headroom_pages * PAGE_BYTES,
+            room=self.room,
         )
+
+    def room(self) -> None:
+        """A look-ahead, as often as it is told to look."""
+        for key in KEYS:
+            if self.may_read(key):
+                self.residency.prefetch(key, SIZES[key], displace=self.distances[key] < 3)
 
     # What a caller may do
 
     def held(self, key: str) -> bool:
         return key in self.writers or any(counts[key] for counts in self.readers.values())
+
+    def prepared(self, key: str) -> bool:
+        """Whether it has memory and no bytes."""
+        resident = self.residency._residents.get(key)
+        return resident is not None and resident.void and not resident.held
 
     def asked(self, key: str, *whats: str) -> bool:
         return any(call.key == key and (not whats or call.what in whats) for call in self.calls.values())
@@ -138,14 +149,20 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.readers[owner].clear()
         self.residency.release_all(owner=owner)
 
-    @rule(key=st.sampled_from(KEYS))
-    def prefetch(self, key: str) -> None:
-        if not self.may_read(key):
+    @rule(key=st.sampled_from(KEYS), how=st.sampled_from(["fetch", "displace nobody", "prepare"]))
+    def prefetch(self, key: str, how: str) -> None:
+        if not (self.may_change(key) if how == "prepare" else self.may_read(key)):
             return
 
         def prefetch() -> None:
             before = {each: self.residency.state_of(each) for each in KEYS}
-            came = self.residency.prefetch(key, SIZES[key])
+            prepared = self.prepared(key)
+            if how == "prepare":
+                came = self.residency.prepare(key, SIZES[key])
+            else:
+                came = self.residency.prefetch(key, SIZES[key], displace=how == "fetch")
+                if prepared and not came:
+                    before[key] = None  # its memory was given up
             assert came == (key in self.residency)
             left = [each for each in KEYS if before[each] is not None and each not in self.residency]
             assert came or not left
@@ -153,6 +170,7 @@ class ResidencyMachine(RuleBasedStateMachine):
                 assert before[each] is State.CLEAN
                 assert not self.held(each)
                 assert self.distances[each] > self.distances[key]
+                assert how != "displace nobody"
 
         self.inside(prefetch)
 
@@ -275,7 +293,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             state = self.residency.state_of(key)
             if self.asked(key, "discard") or self.truth[key] is None:
                 continue
-            if state in (None, State.FILLING):
+            if state in (None, State.FILLING) or self.prepared(key):
                 assert self.below.stored[key] == self.truth[key]
             else:
                 assert version_of(self.residency._residents[key].lease.tensor) == self.truth[key]

@@ -106,7 +106,7 @@ async def test_the_cost_of_choosing_does_not_grow_with_the_number_of_residents()
     """Two thousand residents; each access measures few distances, where looking at all would measure them all."""
     num_keys, num_measured = 2_500, 0
     order = AccessOrder(lambda access: [str(access.where)])
-    order.adopt(Access(Use.STEP, where) for where in range(num_keys))
+    order.adopt(Access(Use.GATHER, where) for where in range(num_keys))
 
     def distance(key: str) -> float:
         nonlocal num_measured
@@ -122,14 +122,14 @@ async def test_the_cost_of_choosing_does_not_grow_with_the_number_of_residents()
         distance=distance,
         fill=move,
         spill=move,
-        headroom_bytes=lambda: 8 * PAGE,
     )
     for cycle in range(2):
         for where in range(num_keys):
-            order.access(Access(Use.STEP, where))
+            order.access(Access(Use.GATHER, where))
             await residency.fetch(str(where), PAGE, owner="me")
             residency.release(str(where), owner="me", dirty=cycle == 0)
-            residency.prefetch(str((where + 1) % num_keys), PAGE)
+            if not residency.prefetch(str((where + 1) % num_keys), PAGE):
+                await residency.quiesce()
     assert residency.statistics.num_evictions > 500
     assert residency.statistics.num_write_backs > 500
     assert num_measured < 2 * num_keys * 20
@@ -153,7 +153,9 @@ async def test_a_prefetch_takes_free_room_and_is_a_hit() -> None:
 
 @given(st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_prefetch_evicts_only_what_is_clean_and_needed_later(data: st.DataObject) -> None:
+def test_a_prefetch_takes_the_place_of_those_needed_last_and_later_than_itself(data: st.DataObject) -> None:
+    """At once if they are clean; if some are dirty, once these are written; never otherwise."""
+
     async def scenario() -> None:
         keys = "abcdefgh"
         async with world(8, keys + "x", automatic=True) as w:
@@ -164,26 +166,148 @@ def test_a_prefetch_evicts_only_what_is_clean_and_needed_later(data: st.DataObje
             w.distances.update(
                 {key: float(data.draw(st.integers(0, 5), label=f"distance of {key}")) for key in keys + "x"}
             )
-            num_bytes = data.draw(st.integers(1, 9 * PAGE), label="num_bytes")
-            candidates = {
-                key
-                for key in keys
-                if w.residency.state_of(key) is State.CLEAN
-                and w.distances[key] > w.distances["x"]
-                and not w.residency._residents[key].held
-            }
-            num_pages = -(-num_bytes // PAGE)
-            came = w.residency.prefetch("x", num_bytes)
-            assert came == (num_pages <= len(candidates))
+            num_pages = data.draw(st.integers(1, 9), label="num_pages")
+            later = [
+                key for key in keys if w.distances[key] > w.distances["x"] and not w.residency._residents[key].held
+            ]
+            later.sort(key=lambda key: (w.distances[key], w.residency.state_of(key) is State.CLEAN), reverse=True)
+            victims, dirty = later[:num_pages], {key for key in keys if w.residency.state_of(key) is State.DIRTY}
+            fits, clean = len(victims) == num_pages, not dirty & set(victims)
+            assert not w.residency.prefetch("x", num_pages * PAGE, displace=False)
+            assert w.residency.prefetch("x", num_pages * PAGE) == (fits and clean)
+            await w.residency.quiesce()
+            written = {key for action, key in w.below.log if action == "spill"}
+            assert written == (dirty & set(victims) if fits else set())
+            if not clean:
+                assert w.resident() == keys
+                assert w.residency.prefetch("x", num_pages * PAGE) == fits
+                await w.residency.quiesce()
             left = set(keys) - set(w.resident())
-            assert left <= candidates
-            assert len(left) == (num_pages if came else 0)
-            if left and candidates - left:
-                assert min(map(w.distances.__getitem__, left)) >= max(map(w.distances.__getitem__, candidates - left))
-            await w.residency.settle()
-            assert not any(action == "spill" for action, _ in w.below.log)
+            assert sorted(map(w.distances.__getitem__, left)) == sorted(
+                w.distances[key] for key in (victims if fits else [])
+            )
 
     asyncio.run(scenario())
+
+
+async def test_who_was_written_to_leave_goes_first_though_others_are_needed_later_by_now() -> None:
+    """Else each try would find somebody new to write, and what was written would stay."""
+    async with world(3, "abcx") as w:
+        await w.keep("abc", dirty=True)
+        w.distances["x"] = -1.0
+        assert not w.residency.prefetch("x", PAGE)
+        await spin()
+        assert w.writing() == "c"
+        assert w.below.only("spill", "c").priority is Priority.PREFETCH
+        w.distances["a"] = 9.0
+        assert not w.residency.prefetch("x", PAGE)
+        w.below.only("spill", "c").succeed()
+        await spin()
+        assert w.residency.prefetch("x", PAGE)
+        await spin()
+        assert w.resident() == "abx"
+        assert [key for action, key in w.below.log if action == "spill"] == ["c"]
+
+
+async def test_who_was_written_to_leave_and_is_used_again_stays_like_any_other() -> None:
+    async with world(3, "abcx") as w:
+        await w.keep("abc", dirty=True)
+        w.distances["x"] = -1.0
+        assert not w.residency.prefetch("x", PAGE)
+        await spin()
+        w.below.only("spill", "c").succeed()
+        await spin()
+        await w.keep("c")
+        w.distances["a"] = 9.0
+        assert not w.residency.prefetch("x", PAGE)
+        await spin()
+        assert w.writing() == "a"
+
+
+async def test_prepared_memory_is_there_for_the_reservation_and_leaves_like_any_other() -> None:
+    async with world(2) as w:
+        await w.keep("gh", dirty=True)
+        assert not w.residency.prepare("a", PAGE)
+        await spin()
+        w.below.only("spill", "h").succeed()
+        await spin()
+        assert w.residency.prepare("a", PAGE)
+        assert w.residency.prepare("a", PAGE)
+        assert w.resident() == "ag"
+        stamp((await w.residency.reserve("a", PAGE, owner="me")).tensor, 5)
+        w.residency.release("a", owner="me", dirty=True)
+        assert w.residency.state_of("a") is State.DIRTY
+        await w.residency.discard("a")
+        assert w.residency.prepare("b", PAGE)
+        w.distances["b"] = 99.0
+        await w.hold("c")
+        assert "b" not in w.residency, "nothing was lost"
+
+
+async def test_prepared_memory_does_not_pass_for_bytes() -> None:
+    async with world(2, automatic=True) as w:
+        for key in "ab":
+            assert w.residency.prepare(key, PAGE)
+        assert version_of((await w.residency.fetch("a", PAGE, owner="me")).tensor) == 1
+        assert w.residency.prefetch("b", PAGE)
+        await w.residency.settle()
+        assert version_of((await w.residency.fetch("b", PAGE, owner="me")).tensor) == 1
+        assert w.below.log == [("fill", "a"), ("fill", "b")]
+
+
+# Being told of room
+
+
+async def test_a_listener_is_told_of_room_once_per_turn_and_not_from_within() -> None:
+    async with world(3) as w:
+        for key in "abc":
+            await w.hold(key, update=True)
+        await spin()
+        told = w.num_told
+        for key in "abc":
+            w.residency.release(key, owner="me", dirty=True)
+        assert w.num_told == told
+        await spin()
+        assert w.num_told == told + 1
+        w.distances["x"] = -1.0
+        assert not w.residency.prefetch("x", 2 * PAGE)
+        await spin()
+        assert w.num_told == told + 1, "a prefetch tells nobody"
+        for key in "bc":
+            w.below.only("spill", key).succeed()
+            await spin()
+        assert w.num_told == told + 3
+        await w.residency.discard("a")
+        await spin()
+        assert w.num_told == told + 4
+
+
+async def test_a_failed_prefetch_tells_nobody_of_its_room() -> None:
+    """Whoever was told would try it again at once, and so on."""
+    async with world(1) as w:
+        assert w.residency.prefetch("a", PAGE)
+        await spin()
+        told = w.num_told
+        w.below.only("fill", "a").fail()
+        await spin()
+        assert w.num_told == told
+
+
+async def test_while_a_demand_waits_nobody_is_told_of_room_and_afterwards_they_are() -> None:
+    async with world(2) as w:
+        await w.hold("g", owner="other")
+        await w.hold("h", owner="other")
+        demand = w.fetch("a", num_pages=2)
+        await spin()
+        told = w.num_told
+        w.residency.release("g", owner="other")
+        await spin()
+        assert w.num_told == told
+        w.residency.release("h", owner="other")
+        await spin()
+        assert w.num_told > told
+        w.below.only("fill", "a").succeed()
+        await demand
 
 
 async def test_while_a_demand_waits_for_room_no_prefetch_takes_any() -> None:
@@ -227,31 +351,49 @@ async def test_nothing_is_written_while_everything_fits() -> None:
         assert {action for action, _ in w.below.log} == {"fill"}
 
 
-@given(st.data())
-@settings(max_examples=100, deadline=None)
-def test_writing_ahead_keeps_headroom_and_no_more(data: st.DataObject) -> None:
-    async def scenario() -> None:
-        keys = "abcdefgh"
-        async with world(8, keys, headroom_pages=data.draw(st.integers(0, 8), label="headroom")) as w:
-            w.distances.update({key: float(data.draw(st.integers(0, 5), label=key)) for key in keys})
-            headroom = w.residency._headroom_bytes() // PAGE
-            for key in keys:
-                await w.hold(key, update=True)
-            for key in data.draw(st.permutations(keys)):
-                written = w.writing()
-                w.residency.release(key, owner="me", dirty=data.draw(st.booleans(), label=f"{key} is dirty"))
-                await spin()
-                states = {each: w.residency.state_of(each) for each in keys}
-                idle = [each for each in keys if not w.residency._residents[each].pins]
-                ready = sum(states[each] is State.WRITING or states[each] is State.CLEAN for each in idle)
-                dirty = [each for each in idle if states[each] is State.DIRTY]
-                assert ready >= headroom or not dirty
-                started = set(w.writing()) - set(written)
-                assert not started or ready <= headroom, "one fewer would not have done"
-                for each in started:
-                    assert w.distances[each] >= max((w.distances[other] for other in dirty), default=0)
+async def test_what_is_dirty_is_written_only_when_somebody_sooner_wants_its_place() -> None:
+    async with world(3, "abcx") as w:
+        await w.keep("abc", dirty=True)
+        w.distances["x"] = 9.0
+        assert not w.residency.prefetch("x", PAGE)
+        assert not w.residency.prefetch("x", PAGE, displace=False)
+        assert not w.residency.prefetch("x", 4 * PAGE)
+        await spin()
+        assert w.writing() == ""
 
-    asyncio.run(scenario())
+
+async def test_a_demand_has_all_that_it_needs_written_at_once_and_before_prefetches() -> None:
+    async with world(4) as w:
+        await w.keep("abcd", dirty=True)
+        task = w.fetch("h", num_pages=3)
+        await spin()
+        assert w.writing() == "bcd"
+        assert {transfer.priority for transfer in w.below.in_flight} == {Priority.DEMAND}
+        for key in "bdc":
+            w.below.only("spill", key).succeed()
+            await spin()
+        assert w.resident() == "ah"
+        w.below.only("fill", "h").succeed()
+        await task
+
+
+async def test_a_demand_counts_on_what_is_being_written_to_leave() -> None:
+    async with world(4, "abcdghx") as w:
+        await w.keep("abcd", dirty=True)
+        w.distances["x"] = -1.0
+        assert not w.residency.prefetch("x", 2 * PAGE)
+        await spin()
+        first = w.fetch("h", num_pages=1)
+        second = w.fetch("g", num_pages=2)
+        await spin()
+        assert w.writing() == "bcd", "one more for three pages"
+        for transfer in w.below.in_flight.copy():
+            transfer.succeed()
+        await spin()
+        for transfer in w.below.in_flight.copy():
+            transfer.succeed()
+        await asyncio.gather(first, second)
+        assert w.resident() == "agh"
 
 
 async def test_a_demand_waits_for_the_write_that_makes_its_room() -> None:
@@ -291,14 +433,14 @@ async def test_a_failed_write_keeps_the_bytes_and_fails_the_demand_that_needs_th
 
 
 async def test_after_a_failed_write_nothing_is_written_ahead_until_one_succeeds() -> None:
-    async with world(3, headroom_pages=1) as w:
-        for key in "abc":
-            await w.hold(key, update=True)
-        w.residency.release("a", owner="me", dirty=True)
+    async with world(2, "abx") as w:
+        await w.keep("ab", dirty=True)
+        w.distances["x"] = -1.0
+        assert not w.residency.prefetch("x", PAGE)
         await spin()
-        w.below.only("spill", "a").fail()
+        w.below.only("spill", "b").fail()
         await spin()
-        w.residency.release("b", owner="me", dirty=True)
+        assert not w.residency.prefetch("x", PAGE)
         await spin()
         assert w.writing() == ""
         flushing = w.start(w.residency.flush())
@@ -306,14 +448,25 @@ async def test_after_a_failed_write_nothing_is_written_ahead_until_one_succeeds(
         for transfer in w.below.in_flight.copy():
             transfer.succeed()
         await flushing
-        assert (w.below.stored["a"], w.residency.state_of("b")) == (1, State.CLEAN)
-        await w.hold("a", update=True)
-        await w.hold("b", update=True)
-        w.residency.release("b", owner="me", dirty=True)
+        await w.keep("a", dirty=True)
+        w.distances["a"] = 9.0
+        assert not w.residency.prefetch("x", PAGE)
         await spin()
-        assert w.writing() == "b"
+        assert w.writing() == "a"
+
+
+async def test_one_of_several_writes_that_fails_fails_the_demand_and_the_others_go_on() -> None:
+    async with world(2) as w:
+        await w.keep("ab", dirty=True)
+        task = w.fetch("h", num_pages=2)
+        await spin()
+        error = w.below.only("spill", "a").fail()
+        with pytest.raises(StorageError) as caught:
+            await task
+        assert caught.value is error
         w.below.only("spill", "b").succeed()
         await spin()
+        assert [w.residency.state_of(key) for key in "ab"] == [State.DIRTY, State.CLEAN]
 
 
 async def test_a_flush_writes_what_is_dirty_and_raises_the_first_failure() -> None:
@@ -340,7 +493,7 @@ async def test_a_flush_writes_what_is_dirty_and_raises_the_first_failure() -> No
 
 
 async def test_a_flush_joins_writes_that_have_begun_and_a_cancelled_one_leaves_them() -> None:
-    async with world(2, headroom_pages=2) as w:
+    async with world(2) as w:
         await w.keep("a", dirty=True)
         await w.keep("b", dirty=True)
         first = w.start(w.residency.flush())

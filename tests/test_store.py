@@ -17,7 +17,9 @@ from infinity.errors import BudgetError, EngineStateError, StorageError
 from infinity.io.backend import IOStatistics, Priority
 from infinity.io.memory import allocate
 from infinity.io.open import open_backend
+from infinity.store.optimum import Touch
 from infinity.store.shard import ShardKey
+from infinity.store.store import Traffic
 from infinity.store.volumes import OpenBackend
 
 
@@ -140,6 +142,56 @@ async def test_a_deleted_shard_is_forgotten_and_its_room_on_nvme_waits_for_it(tm
         assert s.store.nvme.usage().used_bytes == used + PAGE, "B's extent, and the one A had"
 
 
+# Counting
+
+
+async def test_traffic_says_by_unit_and_kind_what_was_asked_for_and_what_moved(tmp_path: Path) -> None:
+    async with stage(tmp_path, 2) as s:
+        await s.put(A, 1)
+        await s.put(B, 2, num_pages=2)  # A is written to make room
+        assert s.store.traffic() == {(0, "master"): Traffic(0, 0, PAGE)}
+        assert s.store.resident_bytes == 2 * PAGE
+        await s.fetch(B)
+        assert await s.read(A) == 1
+        assert s.store.traffic()[0, "master"] == Traffic(PAGE, PAGE, PAGE)
+        assert s.store.traffic()[1, "master"].asked_bytes == 2 * PAGE
+        await s.store.host.residency.quiesce()
+        moved = s.store.statistics()
+        total = [sum(each) for each in zip(*s.store.traffic().values(), strict=True)]
+        assert total[1:] == [moved.read_bytes, moved.written_bytes]
+
+
+async def test_a_failed_transfer_is_not_counted(tmp_path: Path) -> None:
+    async with stage(tmp_path, 1) as s:
+        await s.put(A, 1)
+        s.fake.faults = failing("write")
+        with pytest.raises(StorageError):
+            await s.store.flush()
+        assert s.store.traffic() == {}
+
+
+async def test_uses_are_recorded_as_the_optimum_wants_them(tmp_path: Path) -> None:
+    async with stage(tmp_path, 2) as s:
+        await s.put(A, 1)
+        s.store.start_recording()
+        await s.put(B, 2, num_pages=2)
+        await s.fetch(B)
+        await s.store.fetch(B, owner="me", update=True)
+        s.store.release(B, owner="me", dirty=True)
+        await s.read(A)
+        await s.store.delete(A)
+        await s.store.delete(A)
+        assert s.store.stop_recording() == [
+            Touch(B, 2 * PAGE, reads=False, writes=True),
+            Touch(B, 2 * PAGE, reads=True, writes=False),
+            Touch(B, 2 * PAGE, reads=True, writes=True),
+            Touch(A, PAGE, reads=True, writes=False, passes=True),
+            Touch(A, PAGE, reads=False, writes=False),
+        ]
+        await s.fetch(B)
+        assert s.store.stop_recording() == []
+
+
 # Closing
 
 
@@ -194,7 +246,7 @@ def test_a_store_is_a_dictionary(data: st.DataObject) -> None:
 
     async def scenario(path: Path) -> None:
         ram_pages = data.draw(st.integers(2, 6), label="ram_pages")
-        async with stage(path, ram_pages, headroom_pages=data.draw(st.integers(0, 3), label="headroom_pages")) as s:
+        async with stage(path, ram_pages) as s:
             sizes = {key: data.draw(st.integers(1, 2), label=f"pages of {key}") for key in KEYS}
             values: dict[ShardKey, int] = {}
             for value in range(1, data.draw(st.integers(1, 25), label="calls") + 1):
@@ -223,7 +275,7 @@ def test_a_store_is_a_dictionary(data: st.DataObject) -> None:
                     elif action == "read":
                         assert await s.read(key) == values[key]
                     elif action == "prefetch":
-                        s.store.prefetch(key)
+                        s.store.prefetch(key, displace=data.draw(st.booleans(), label="displace"))
                         await spin(data.draw(st.integers(0, 3), label="turns"))
                 except StorageError:
                     assert s.fake.backends[0].statistics().num_errors > 0

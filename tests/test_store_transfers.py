@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fakes_residency import spin
-from fakes_tiered import KEYS, PAGE, A, B, C, D, failing, stage, value_of
+from fakes_tiered import KEYS, PAGE, A, B, C, failing, stage, value_of
 from infinity.errors import StorageError
 from infinity.io.backend import Priority
 from infinity.io.memory import allocate
@@ -188,28 +188,50 @@ async def test_a_failed_flush_loses_nothing_and_can_be_repeated(tmp_path: Path) 
         assert await s.read(A) == 1
 
 
-async def test_nothing_is_written_ahead_while_all_shards_fit(tmp_path: Path) -> None:
-    """They fit as long as half of the headroom is free."""
-    async with stage(tmp_path, 5, headroom_pages=4) as s:
-        for number, key in enumerate(KEYS[:3]):
-            await s.put(key, number + 1)
-            await spin()
-        assert s.transfers == []
-        await s.put(D, 4)
-        await spin()
-        assert s.transfers == [("write", Priority.BACKGROUND)] * 3, "one page is free; three more are to be clean"
-        assert [s.store.is_dirty(key) for key in KEYS[:4]] == [True, False, False, False]
-        await s.store.delete(D)
-        await s.put(B, 5)
-        await spin()
-        assert len(s.transfers) == 3, "they fit again"
-        assert [await s.read(key) for key in KEYS[:3]] == [1, 5, 3]
-
-
-async def test_no_write_ahead_where_there_is_nothing_below() -> None:
-    async with stage(None, 2, headroom_pages=2) as s:
+async def test_what_must_leave_is_written_as_urgently_as_who_wants_its_place(tmp_path: Path) -> None:
+    async with stage(tmp_path, 2) as s:
         await s.put(A, 1)
         await s.put(B, 2)
+        await s.put(C, 3)
+        assert s.transfers == [("write", Priority.DEMAND)]
+        assert s.resident() == [A, C]
+        s.distances[B] = -1.0
+        assert not s.store.prefetch(B)
+        await s.store.host.residency.quiesce()
+        assert s.transfers[-1] == ("write", Priority.PREFETCH)
+        assert s.store.prefetch(B)
+        assert s.resident() == [A, B]
+
+
+async def test_room_is_prepared_for_what_will_be_put(tmp_path: Path) -> None:
+    async with stage(tmp_path, 2) as s:
+        await s.put(B, 2)
+        await s.put(C, 3)
+        assert not s.store.prepare(A, PAGE)
+        await s.store.host.residency.quiesce()
+        assert s.store.prepare(A, PAGE)
+        assert A not in s.store
+        num_transfers = len(s.transfers)
+        await s.put(A, 1)
+        assert len(s.transfers) == num_transfers
+        assert [await s.read(key) for key in (A, B, C)] == [1, 2, 3]
+
+
+async def test_the_store_tells_of_room(tmp_path: Path) -> None:
+    async with stage(tmp_path, 2) as s:
+        await s.put(A, 1)
+        await spin()
+        told = s.num_told
+        await s.store.delete(A)
+        await spin()
+        assert s.num_told == told + 1
+
+
+async def test_nothing_is_written_where_there_is_nothing_below() -> None:
+    async with stage(None, 2) as s:
+        await s.put(A, 1)
+        await s.put(B, 2)
+        assert not s.store.prepare(C, PAGE)
         await spin()
         assert [await s.fetch(key) for key in (A, B)] == [1, 2]
 

@@ -15,9 +15,10 @@ from rich.console import Console
 from infinity.console.formats import format_bytes, format_seconds
 from infinity.console.interrupt import StopRequest
 from infinity.errors import StorageError
-from infinity.trace import StepStats, TierUsage
+from infinity.trace import StepStats, TierUsage, UnitStats
 from infinity.train.history import History
-from infinity.train.live import Display, status_line
+from infinity.train.live import Display, status_lines
+from infinity.train.report import format_waits
 from infinity.train.save import save_weights
 
 
@@ -69,8 +70,21 @@ def make_history(**figures: Any) -> History:
     return History(tokens_per_step=1000, **figures)
 
 
-def test_the_status_line_says_where_a_run_stands() -> None:
-    stats = StepStats(3, 2.0, 0.5, 0.1, 3_000_000_000, 1_000_000_000, 4, 1)
+def test_the_status_says_where_a_run_stands_and_where_its_time_goes() -> None:
+    stats = StepStats(
+        step=3,
+        seconds=2.0,
+        stall_seconds=0.4,
+        optimizer_seconds=0.1,
+        nvme_read_bytes=3_000_000_000,
+        nvme_written_bytes=1_000_000_000,
+        num_gathers=4,
+        num_stalls=1,
+        compute_seconds=1.4,
+        stalls={"read": 0.4, "optimizer": 0.1},
+        overlap_share=0.875,
+        achieved=0.75,
+    )
     history = make_history(
         losses=[3.0, 2.0, 1.5], step_seconds=[2.0, 2.0, 2.0], step_stats=[stats], eval_steps=[0], eval_losses=[5.5]
     )
@@ -79,11 +93,41 @@ def test_the_status_line_says_where_a_run_stands() -> None:
         "host": TierUsage(0, 0, 0),
         "nvme": TierUsage(504_000_000, 504_000_000, 608_000_000),
     }
-    assert status_line(history, usage, num_steps=33) == (
-        "step 3/33 · loss 1.5000 · held-out 5.5000 · 500 tokens/s · ETA 1:00 · device 25/33.6 MB · "
-        "nvme 504/608 MB · nvme read 1.50 + write 0.50 GB/s · stall 25%"
+    lines = status_lines(history, usage, num_steps=33)
+    assert lines == [
+        "step 3/33 · loss 1.5000 · held-out 5.5000 · 500 tokens/s · ETA 1:00",
+        "device 25/33.6 MB · nvme 504/608 MB · nvme read 1.50 + write 0.50 GB/s",
+        "computing 70% · waiting 25% (disk 20%, optimizer 5%) · NVMe 88% under compute · 75% of the roofline",
+    ]
+    assert max(map(len, lines)) <= 100
+    assert status_lines(make_history(), {}, num_steps=33) == ["step 0/33"]
+
+
+def test_without_nvme_nothing_is_said_of_it() -> None:
+    stats = StepStats(1, 2.0, 0.0, 0.0, 0, 0, 4, 0, compute_seconds=1.0, achieved=0.5)
+    history = make_history(losses=[3.0], step_seconds=[2.0], step_stats=[stats])
+    assert status_lines(history, {}, num_steps=2)[1:] == ["computing 50% · waiting 0% · 50% of the roofline"]
+
+
+def test_waits_are_told_by_cause_as_far_as_they_show() -> None:
+    def step(**stalls: float) -> StepStats:
+        return StepStats(1, 2.0, 0.0, 0.0, 0, 0, 0, 0, stalls=stalls)
+
+    assert format_waits([]) == "0%"
+    assert format_waits([step()]) == "0%"
+    assert format_waits([step(room=0.001, read=0.5)]) == "25% (disk 25%)"
+    assert format_waits([step(room=0.01, read=0.5), step(optimizer=1.0)], digits=1) == (
+        "37.8% (disk 12.5%, memory 0.2%, optimizer 25.0%)"
     )
-    assert status_line(make_history(), {}, num_steps=33) == "step 0/33"
+
+
+def test_a_history_keeps_units_as_sums() -> None:
+    history = make_history()
+    for seconds in (1.0, 2.0):
+        unit = UnitStats(forward_seconds=seconds, stalls={"read": seconds})
+        history.note_stats(StepStats(1, 2.0, 0.0, 0.0, 0, 0, 0, 0, units={"blocks.0": unit}))
+    assert history.unit_stats == {"blocks.0": UnitStats(forward_seconds=3.0, stalls={"read": 3.0})}
+    assert [step.units for step in history.step_stats] == [{}, {}]
 
 
 def test_plain_lines_come_now_and_then() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.console.interrupt import StopRequest
 from infinity.errors import BudgetError, ConfigError, DirectoryError, DiskFullError
-from infinity.trace import StepStats, TierUsage
+from infinity.trace import Recorder, RouteStats, StepStats, TierUsage, UnitStats
 from infinity.train.failures import DivergedError
 from infinity.train.model import GPT
 from infinity.train.plain import PlainTrainer
@@ -39,6 +39,9 @@ DOCUMENTED_KEYS = {
     "stall_seconds",
     "units",
     "config",
+    "steps",
+    "by_unit",
+    "stalls",
 }
 
 
@@ -48,6 +51,7 @@ class TieredTrainer(PlainTrainer):
     def __init__(self, module: nn.Module, config: Config, on_forward: Callable[[int], None]) -> None:
         super().__init__(module, learning_rate=1e-2, precision=config.precision, device=torch.device("cpu"))
         self.unit_names = ("embedding", "blocks.0")
+        self.recorder = Recorder()
         self.on_forward = on_forward
         self.num_forwards = 0
         self.num_updates = 0
@@ -61,8 +65,11 @@ class TieredTrainer(PlainTrainer):
         return super().__call__(tokens, targets)
 
     def step(self) -> None:
-        super().step()
+        assert self.recorder is not None
+        with self.recorder.span("optimizer", "step", unit="blocks.0", part=0):
+            super().step()
         self.num_updates += 1
+        assert self.recorder.end_step().step == self.num_updates
         self.last_step = StepStats(
             step=self.num_updates,
             seconds=2.0,
@@ -72,6 +79,19 @@ class TieredTrainer(PlainTrainer):
             nvme_written_bytes=1_000_000_000 + self.num_updates,
             num_gathers=4,
             num_stalls=1,
+            compute_seconds=1.25,
+            stalls={"read": 0.5, "optimizer": 0.25},
+            overlap_share=0.5,
+            roofline_seconds=1.5,
+            achieved=0.75,
+            routes={
+                "nvme_read": RouteStats(3_000_000_000, 1.0, 3.0, 3.5),
+                "nvme_write": RouteStats(1_000_000_000, 0.25, 4.0, 5.0),
+            },
+            units={
+                "embedding": UnitStats(forward_seconds=0.25),
+                "blocks.0": UnitStats(stalls={"read": 0.5}, moved_bytes={"nvme_read": {"param": 10}}),
+            },
         )
 
     def usage(self) -> dict[str, TierUsage]:
@@ -154,6 +174,21 @@ def test_the_document_holds_the_documented_figures(harness: Harness, tmp_path: P
     assert document["nvme"]["written_bytes"] == [1_000_000_001, 1_000_000_002, 1_000_000_003]
     assert document["stall_seconds"] == 1.5
     assert document["units"] == ["embedding", "blocks.0"]
+    assert document["stalls"] == {"read": 1.5, "optimizer": 0.75}
+    assert [step["step"] for step in document["steps"]] == [1, 2, 3]
+    step = document["steps"][1]
+    assert step["stalls"] == {"read": 0.5, "optimizer": 0.25}
+    assert (step["compute_seconds"], step["overlap_share"], step["roofline_seconds"]) == (1.25, 0.5, 1.5)
+    assert step["achieved"] == 0.75
+    assert step["routes"]["nvme_write"] == {
+        "moved_bytes": 1_000_000_000,
+        "busy_seconds": 0.25,
+        "gb_s": 4.0,
+        "best_gb_s": 5.0,
+    }
+    assert "units" not in step
+    assert document["by_unit"]["embedding"]["forward_seconds"] == 0.75
+    assert document["by_unit"]["blocks.0"]["moved_bytes"] == {"nvme_read": {"param": 30}}
     assert Config.from_dict(document["config"]) == Config(hbm=32 * MIB, ram=96 * MIB)
     assert document["stopped_by"] is None
     assert harness.trainer.closed
@@ -209,6 +244,55 @@ def test_a_run_that_goes_well_says_so(harness: Harness, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     harness.run(json=file)
     assert json.loads(file.read_text())["diverged_at_step"] is None
+
+
+def test_the_table_says_where_the_time_went(harness: Harness) -> None:
+    harness.run()
+    printed = harness.printed.getvalue()
+    table = {key: text for line in printed.splitlines() if line.count("│") == 3 for key, text in [cells(line)]}
+    assert table["NVMe read"] == "3.0 GB per step at 3.00 GB/s, busy 50% of the time"
+    assert table["NVMe written"] == "1.0 GB per step at 4.00 GB/s, busy 12% of the time"
+    assert table["NVMe under compute"] == "50% of its busy time"
+    assert table["computing"] == "62.5% of the time"
+    assert table["waiting"] == "37.5% (disk 25.0%, optimizer 12.5%)"
+    assert table["waited longest for"] == "blocks.0, 0.500 s per step"
+    assert table["roofline"] == "75% achieved (median step; at least 1.500 s)"
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("│")[1:3]]
+
+
+@pytest.mark.parametrize(("num_steps", "shown"), [(1, [3]), (2, [2, 3]), (9, [1, 2, 3])])
+def test_a_trace_shows_the_last_steps(harness: Harness, tmp_path: Path, num_steps: int, shown: list[int]) -> None:
+    file = tmp_path / "trace.json"
+    harness.run(trace=file, trace_steps=num_steps)
+    events = json.loads(file.read_text(), parse_constant=pytest.fail)["traceEvents"]
+    assert [event["name"] for event in events if event.get("cat") == "steps"] == [f"step {number}" for number in shown]
+    assert sum(event["name"] == "step blocks.0" for event in events) == len(shown)
+    said = "step 3" if num_steps == 1 else f"steps {shown[0]} to 3"
+    assert f"trace: {file}, {said}; open it with ui.perfetto.dev" in harness.printed.getvalue()
+
+
+def test_the_trace_of_a_run_that_was_stopped_before_its_first_step_is_empty(harness: Harness, tmp_path: Path) -> None:
+    harness.on_forward = lambda _: signal.raise_signal(signal.SIGTERM)
+    file = tmp_path / "trace.json"
+    harness.run(trace=file)
+    assert [event["ph"] for event in json.loads(file.read_text())["traceEvents"]] == ["M"]
+    assert "without a step, since none was completed" in harness.printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"trace": "x", "plain": True}, "--trace: .* give it without --plain"),
+        ({"trace": "-"}, "--trace: expected a file, got -"),
+        ({"trace_steps": 0}, "--trace-steps: .* greater than or equal to 1"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused(flags: dict[str, Any], message: str, data: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small_settings(data, **flags)
 
 
 NO_MEMORY = [
@@ -384,7 +468,7 @@ def test_a_missing_parent_of_an_nvme_path_is_refused(harness: Harness, tmp_path:
     assert harness.trainer is None
 
 
-@pytest.mark.parametrize(("flag", "name"), [("json", "x.json"), ("save", "x.safetensors")])
+@pytest.mark.parametrize(("flag", "name"), [("json", "x.json"), ("save", "x.safetensors"), ("trace", "x")])
 def test_results_that_could_not_be_written_are_refused_before_training(
     harness: Harness, tmp_path: Path, flag: str, name: str
 ) -> None:

@@ -93,7 +93,6 @@ async def open_tiers(volumes: Sequence[Volume], sizes: Sizes, device: torch.devi
             distance=lambda key: 0.0,
             fill=_nothing_below,
             spill=None,
-            headroom_bytes=lambda: 0,
             pin=device.type == "cuda",
             poison=False,
         )

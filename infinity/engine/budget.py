@@ -4,13 +4,14 @@ The smallest budgets are also the deadlock argument's (``store/pool.py``): they 
 while it waits for nobody else.
 
 * ``hbm``: the units that a module and those around it use at the same time, for the worst path down the module tree.
-* ``ram``: the larger of a step's need (all shards of one sub-group) and a backward's (the gradients of one unit; while
-  a second backward promotes them, both forms of one part's), plus one parameter shard to upload where the device is
-  not host memory.
+* ``ram``: the larger of a step's need (all shards of one sub-group, and what its weights are made in) and a backward's
+  (the gradients of one unit; while a second backward promotes them, both forms of one part's), plus one parameter shard
+  to upload where the device is not host memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,14 +20,17 @@ from pydantic import ByteSize
 from torch import nn
 
 from infinity.config import Config
+from infinity.engine.formats import FormatOf, with_masters
 from infinity.engine.partition import lay_out_units
+from infinity.engine.planar import with_planes
 from infinity.engine.precision import Precision, precision_of
-from infinity.engine.unit import GRAD, GRAD_SUM, MASTER, PARAM, Part, Unit, state_kind
+from infinity.engine.states import StateFormatOf, scratch_kind, states_as
+from infinity.engine.unit import GRAD, GRAD_SUM, Part, Unit, state_kind
 from infinity.engine.wrap import plan_units
 from infinity.errors import BudgetError
 from infinity.store.shard import ShardKey
 
-_MAX_SUB_GROUP_BYTES = 256 << 20
+_MIN_SUB_GROUP_BYTES, _MAX_SUB_GROUP_BYTES = 32 << 20, 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +41,38 @@ class Plan:
         units: all units.
         parts: all parts, numbered across units.
         precision: the dtypes.
+        format_of: how the weights of each part are stored.
+        state_format_of: how its optimizer states are.
     """
 
     units: Sequence[Unit]
     parts: Sequence[Part]
     precision: Precision
+    format_of: FormatOf
+    state_format_of: StateFormatOf
 
     def shard_bytes(self, part: Part) -> dict[str, int]:
-        """The shards of one part: bytes by kind."""
-        sizes = {PARAM: part.param_bytes}
-        if not part.stepped:
-            return sizes
-        step_bytes = part.num_bytes(part.step_dtype)
-        if self.precision.has_master:
-            sizes |= {MASTER: step_bytes, GRAD_SUM: step_bytes}
-        sizes[GRAD] = part.param_bytes
-        return sizes | {state_kind(name): step_bytes for name in part.state_names}
+        """The shards that a part may have: bytes by kind."""
+        return self.format_of(part).at_most(part) | self._other_bytes(part)
 
     def step_keys(self, part: Part) -> list[ShardKey]:
-        """The shards whose bytes a step of this part needs; rounded parameters are only written."""
-        only_written = {PARAM} if self.precision.has_master else set()
-        return [part.key(kind) for kind in self.shard_bytes(part) if kind not in only_written]
+        """The shards whose bytes a step of this part needs, as far as they exist; others are only written."""
+        return [part.key(kind) for kind in [*self.format_of(part).read_by_step(part), *self._other_bytes(part)]]
 
     def part_state_bytes(self, part: Part) -> int:
-        """All state of a part; gradients count once, as one backward leaves them."""
-        return sum(size for kind, size in self.shard_bytes(part).items() if kind != GRAD_SUM)
+        """All state of a part, as a rule; gradients count once, as one backward leaves them."""
+        others = sum(size for kind, size in self._other_bytes(part).items() if kind != GRAD_SUM)
+        return sum(self.format_of(part).shards(part).values()) + others
+
+    def _other_bytes(self, part: Part) -> dict[str, int]:
+        """The shards that a part may have beside its weights."""
+        if not part.stepped:
+            return {}
+        sizes = {GRAD: part.param_bytes}
+        if part.step_dtype != part.compute_dtype:
+            sizes[GRAD_SUM] = part.num_bytes(part.step_dtype)
+        state_bytes = self.state_format_of(part, part.step_dtype).num_bytes(part)
+        return sizes | {state_kind(name): state_bytes for name in part.state_names}
 
     @property
     def state_bytes(self) -> int:
@@ -74,9 +85,19 @@ class Plan:
         return sum(sum(self.shard_bytes(part).values()) for part in self.parts)
 
     def step_bytes(self, part: Part) -> int:
-        """Host memory that a step of one sub-group needs; gradients are there in one form."""
-        sizes = self.shard_bytes(part)
-        return sum(sizes.values()) - min(sizes.get(GRAD, 0), sizes.get(GRAD_SUM, 0))
+        """Host memory that a step of one sub-group needs."""
+        return sum(self._in_step(part).values())
+
+    def _in_step(self, part: Part) -> dict[str, int]:
+        """What a step holds, by kind; gradients are there in one form."""
+        sizes = self._other_bytes(part)
+        narrower = min([kind for kind in (GRAD, GRAD_SUM) if kind in sizes], key=sizes.__getitem__, default=None)
+        if GRAD_SUM in sizes and narrower is not None:
+            del sizes[narrower]
+        scratch_bytes = self.state_format_of(part, part.step_dtype).scratch_bytes(part)
+        if scratch_bytes:
+            sizes |= {scratch_kind(name): scratch_bytes for name in part.state_names}
+        return self.format_of(part).in_step(part) | sizes
 
     def backward_bytes(self, unit: Unit) -> int:
         """Host memory that the gradients of one unit need at the same time."""
@@ -112,8 +133,15 @@ class Plan:
         step = max((self.step_bytes(part) for part in self.parts if part.stepped), default=0)
         backward = max((self.backward_bytes(unit) for unit in self.units), default=0)
         upload = max((part.param_bytes for part in self.parts), default=0)
-        start = max((part.param_bytes + self.shard_bytes(part).get(MASTER, 0) for part in self.parts), default=0)
+        start = max((sum(self.format_of(part).at_most(part).values()) for part in self.parts), default=0)
         return max(step, backward, start) + (upload if uploads else 0)
+
+    def can_overlap(self, ram_bytes: int, *, uploads: bool) -> bool:
+        """Whether host memory holds what a step and a backward need at the same time; else one waits for the other."""
+        step = max((self.step_bytes(part) for part in self.parts if part.stepped), default=0)
+        backward = max((self.backward_bytes(unit) for unit in self.units), default=0)
+        upload = max((part.param_bytes for part in self.parts), default=0) if uploads else 0
+        return step + backward + upload <= ram_bytes
 
     def complaints(self, model: nn.Module, config: Config, device: torch.device) -> list[str]:
         """Why the budgets of ``config`` cannot train the model divided like this; nothing if they can.
@@ -156,7 +184,7 @@ class Plan:
         if largest is None or self.step_bytes(largest) < max(self.backward_bytes(unit) for unit in self.units):
             unit = max(self.units, key=self.backward_bytes)
             return f"gradients of unit {unit.name} need {_size(self.backward_bytes(unit))}, {_size(ram)} in all"
-        sizes = ", ".join(f"{kind} {_size(size)}" for kind, size in self.shard_bytes(largest).items())
+        sizes = ", ".join(f"{kind} {_size(size)}" for kind, size in self._in_step(largest).items())
         names = ", ".join(slot.name for slot in largest.slots[:3]) + (", ..." if len(largest.slots) > 3 else "")
         return f"one step of sub-group {largest.index} ({names}) needs {_size(ram)}: {sizes}"
 
@@ -189,7 +217,15 @@ def plan_for(
         states=states,
         sub_group_bytes=sub_group_bytes(config),
     )
-    return Plan(units, [part for unit in units for part in unit.parts], precision)
+    parts = [part for unit in units for part in unit.parts]
+    plan = Plan(units, parts, precision, with_masters, states_as(config.optimizer_states))
+    # What stays in host memory is not written, so that fewer bytes would be more arithmetic for nothing.
+    if not config.nvme or plan.state_bytes <= config.ram:
+        return plan
+    in_planes = dataclasses.replace(plan, format_of=with_planes)
+    uploads = device.type != "cpu"
+    fits = in_planes.smallest_ram(uploads=uploads) <= config.ram  # a step in planes takes more memory than with masters
+    return in_planes if fits else plan
 
 
 def plan_within(model: nn.Module, config: Config, device: torch.device, plan: Callable[[Config], Plan]) -> Plan:
@@ -236,7 +272,7 @@ def sub_group_bytes(config: Config) -> int:
     """The largest state that a sub-group of several parameters may have."""
     if config.sub_group_bytes is not None:
         return int(config.sub_group_bytes)
-    return min(config.ram // 4, _MAX_SUB_GROUP_BYTES)
+    return min(config.ram // 4, max(config.ram // 16, _MIN_SUB_GROUP_BYTES), _MAX_SUB_GROUP_BYTES)
 
 
 def _size(num_bytes: int) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,67 +13,28 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.engine.activity import Activity
 from infinity.engine.budget import plan_for, plan_within
 from infinity.engine.gradients import GradientSink
-from infinity.engine.guard import StepGuard
 from infinity.engine.hooks import ModuleHooks
-from infinity.engine.optimizer import OffloadedOptimizer, SubGroupStepper
+from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.prefetch import Orders, PrefetchScheduler
 from infinity.engine.refusals import Refusals
-from infinity.engine.shadow import expected_states
+from infinity.engine.resources import Resources
+from infinity.engine.shadow import probe
 from infinity.engine.start import Loader, check_model, convert_buffers
+from infinity.engine.steps import OptimizerSteps
+from infinity.engine.stream import StepStream
+from infinity.engine.substep import SubGroupStepper
 from infinity.engine.unit import PARAM
 from infinity.engine.weights import StreamingStateDict, WeightReader, hook_state_dicts
 from infinity.errors import ConfigError, EngineStateError, ModelError
-from infinity.store.device import AcceleratorDevice, ArenaDevice, DeviceTier, Piece
-from infinity.store.loop import LoopThread, register_exit, unregister_exit
+from infinity.io.cores import warn_of_excess
+from infinity.io.numa import choose_placement
+from infinity.store.device import AcceleratorDevice, ArenaDevice, Piece
 from infinity.store.nvme import NvmeTier
 from infinity.store.store import TieredStore
-from infinity.trace import StepStats, TierUsage
-
-
-class _Resources:
-    """What an engine must give back, kept apart from it so that it is given back also when the engine is forgotten.
-
-    And when the interpreter exits: early enough for threads and executors to take part (``register_exit``), and only in
-    the process that made it, since a forked child has neither the loop's thread nor the directories.
-    """
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self.loop = LoopThread()
-        self.guard = StepGuard(self.loop)
-        self.nvme: NvmeTier | None = None
-        self.store: TieredStore | None = None
-        self.device: DeviceTier | None = None
-        self.worker = ThreadPoolExecutor(1, "infinity-optimizer")
-        self.hooks: ModuleHooks | None = None
-        self.refusals: Refusals | None = None
-        self.handles: list[Any] = []
-        register_exit(self.close)
-
-    def close(self) -> None:
-        """Undo everything, in the reverse order of its making, whatever fails. Closing twice is harmless."""
-        if os.getpid() != self._pid:
-            return
-        unregister_exit(self.close)
-        with contextlib.ExitStack() as stack:
-            if self.refusals is not None:
-                stack.callback(self.refusals.close)
-            stack.callback(self.loop.close)
-            below = self.store or self.nvme
-            if below is not None:
-                stack.callback(lambda: self.loop.run(below.aclose()))
-            stack.callback(self.worker.shutdown)
-            if (device := self.device) is not None:
-                stack.callback(lambda: self.loop.run(device.aclose()))
-            for handle in self.handles:
-                stack.callback(handle.remove)
-            if self.hooks is not None:
-                stack.callback(self.hooks.remove)
-            stack.callback(self.guard.join)
-            self.hooks = self.refusals = self.device = self.store = self.nvme = None
-            self.handles = []
+from infinity.trace import OPTIMIZER, Recorder, ShardSpans, StepMeter, StepStats, TierUsage
 
 
 class Engine:
@@ -86,21 +45,24 @@ class Engine:
         optimizer: steps like the user's own, wherever its state lives; learning-rate schedulers work on it.
         config: what it was made with.
         last_step: figures of the latest step, ``None`` before the first.
+        recorder: what ran and what waited, of the latest step; ``infinity.trace.write_trace`` writes it to a file.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
         check_model(model, optimizer)
+        warn_of_excess()
         device = config.torch_device()
         self.module = model
         self.config = config
         self.last_step: StepStats | None = None
-        self._num_steps = 0
+        self.recorder = Recorder()
+        self._meter = StepMeter()
         stepped = {param for group in optimizer.param_groups for param in group["params"]}
-        states = expected_states(optimizer)
+        self._traits = probe(optimizer)
+        states = self._traits.states
         self._plan = plan_within(model, config, device, lambda other: plan_for(model, stepped, states, other, device))
         self._precision, self._units, self._parts = self._plan.precision, self._plan.units, self._plan.parts
-        self._resources = _Resources()
-        self._guard = self._resources.guard
+        self._resources = Resources()
         try:
             self._build(optimizer, device)
         except BaseException:
@@ -108,10 +70,12 @@ class Engine:
             raise
         self._finalizer = weakref.finalize(self, self._resources.close)
         self._mark = self._counters()
+        self.recorder.start()
 
     def _build(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         config, resources, plan = self.config, self._resources, self._plan
         loop = resources.loop
+        transfers = ShardSpans(self.recorder, self.unit_names)
         if config.nvme:
             resources.nvme = loop.run(
                 NvmeTier.open(
@@ -121,50 +85,100 @@ class Engine:
                     num_threads=config.io_num_threads,
                     block_bytes=config.io_block_bytes,
                     weights=config.nvme_weights,
+                    observe=transfers,
                 )
             )
-        orders = Orders(self._units, self._parts, plan.step_keys)
         on_host = device.type == "cpu"
-        self._store = resources.store = TieredStore(
+        overlaps = config.overlap and not self._traits.is_serial and plan.can_overlap(config.ram, uploads=not on_host)
+        num_backwards = config.accumulation_steps if overlaps else None
+        orders = Orders(self._units, self._parts, plan.step_keys, under_backward=num_backwards is not None)
+        placement = choose_placement(device, config.nvme)
+        self._store = store = resources.store = TieredStore(
             config.ram,
             resources.nvme,
             distance=orders.shard_distance,
-            headroom_bytes=self._headroom_bytes(),
+            on_room=lambda: orders.look_ahead(),
+            placement=placement,
             pin=device.type == "cuda",
             poison=config.debug,
         )
         if on_host:
-            resources.device = ArenaDevice(config.hbm, self._store, distance=orders.unit_distance, poison=config.debug)
+            resources.device = ArenaDevice(
+                config.hbm, self._store, distance=orders.unit_distance, poison=config.debug, placement=placement
+            )
         else:
             resources.device = AcceleratorDevice(
                 device, config.hbm, self._store, distance=orders.unit_distance, poison=config.debug
             )
-        self._device = resources.device
+        self._device = device_tier = resources.device
+        transfers.add_gauge("host bytes", lambda: store.host.usage().used_bytes)
+        transfers.add_gauge("device bytes", lambda: device_tier.usage().used_bytes)
         for unit in self._units:
             pieces = [Piece(part.key(PARAM), part.start, part.stop) for part in unit.parts]
             self._device.register(unit.index, unit.num_bytes, pieces)
-        self._scheduler = PrefetchScheduler(
-            loop, self._store, self._device, orders, self._units, self._parts, depth=config.prefetch
-        )
-        self._gradients = GradientSink(loop, self._store, self._scheduler, self._parts)
-        has_master = self._precision.has_master
         self._stepper = SubGroupStepper(
+            self._store, format_of=plan.format_of, state_format_of=plan.state_format_of, worker=resources.worker
+        )
+        activity = self._activity = Activity(self.recorder)
+        stream = resources.stream = StepStream(self._stepper, self._device, unit_distance=orders.next_in_training)
+        recorder, names = self.recorder, self.unit_names
+        stream.observe = lambda part, begun, ended: recorder.record(
+            OPTIMIZER, "step", begun, ended, unit=names[part.unit], part=part.position
+        )
+        self._scheduler = PrefetchScheduler(
+            loop,
             self._store,
             self._device,
-            self._scheduler,
+            orders,
+            self._units,
+            self._parts,
+            stream,
+            activity,
+            depth=config.prefetch,
+            ahead_bytes=max((plan.step_bytes(part) for part in self._parts if part.stepped), default=0),
+        )
+        self._gradients = GradientSink(loop, self._store, self._scheduler, self._parts, num_backwards=num_backwards)
+        self._steps = OptimizerSteps(
+            loop,
+            stream,
+            self._stepper,
             self._units,
             self._parts,
             optimizer,
-            has_master=has_master,
+            overlaps=overlaps,
             worker=resources.worker,
         )
         self.buffer_bytes = convert_buffers(self.module, self._precision, device)
         resources.refusals = Refusals(self.module, self._units)
-        self._stepper.adopt(Loader(loop, self._store, optimizer, has_master=has_master).load(self._units))
-        self._hooks = resources.hooks = ModuleHooks(
-            self.module, self._units, self._scheduler, self._gradients, self._precision, self._guard.check
+        self._stepper.adopt(
+            Loader(
+                loop,
+                self._store,
+                optimizer,
+                format_of=plan.format_of,
+                state_format_of=plan.state_format_of,
+                compute=self._stepper.compute,
+            ).load(self._units)
         )
-        self._reader = WeightReader(loop, self._store, self._parts, has_master=has_master)
+        self._scheduler.start()
+        self._hooks = resources.hooks = ModuleHooks(
+            self.module,
+            self._units,
+            self._scheduler,
+            self._gradients,
+            self._precision,
+            self._steps.check,
+            self._steps,
+            activity,
+        )
+        self._reader = WeightReader(
+            loop,
+            self._store,
+            self._parts,
+            format_of=plan.format_of,
+            state_format_of=plan.state_format_of,
+            settled=self._steps.settle,
+        )
         resources.handles = hook_state_dicts(self.module, self._reader)
         self.optimizer = OffloadedOptimizer(
             optimizer,
@@ -186,6 +200,9 @@ class Engine:
     def step(self) -> None:
         """Step the optimizer and consume the gradients; the same as ``engine.optimizer.step()``.
 
+        With ``Config.overlap`` it returns while sub-groups are still being stepped, with the hyper-parameters and
+        gradients of now; the next forward waits for each unit. What fails then is raised by whoever comes next.
+
         Raises:
             EngineStateError: the engine is closed, or a step before failed half-way.
             StorageError: a shard could not be read or written; the engine cannot go on.
@@ -202,8 +219,13 @@ class Engine:
         return StreamingStateDict(self.module.state_dict(keep_vars=True), self._reader)
 
     def synchronize(self) -> None:
-        """Wait until every transfer that has begun has ended, as ``torch.cuda.synchronize`` does for kernels."""
+        """Wait until steps and transfers that have begun have ended, as ``torch.cuda.synchronize`` does for kernels.
+
+        Raises:
+            StorageError: a shard could not be read or written in a step; the engine cannot go on.
+        """
         self._check_usable()
+        self._steps.settle()
         for residency in (self._device.residency, self._store.host.residency):
             self._resources.loop.run(residency.quiesce())
 
@@ -266,9 +288,13 @@ class Engine:
         )
 
     def _check_usable(self) -> None:
+        self._check_open()
+        self._hooks.settle()
+        self._steps.check()
+
+    def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise EngineStateError("the engine is closed; make another with infinity.initialize()")
-        self._guard.check()
 
     def _discard(self) -> None:
         self._check_usable()
@@ -276,20 +302,24 @@ class Engine:
         self._gradients.discard()
 
     def _step(self) -> None:
-        self._check_usable()
+        self._check_open()
         self._hooks.refuse_inside()
-        self._stepper.check_groups()
         self._hooks.settle()
-        gradients = self._gradients.take()
+        self._steps.check_errors()
+        self._steps.check_groups()
         start = time.perf_counter()
-        self._guard.run(self._stepper.step(gradients))
-        self._num_steps += 1
+        with self._activity.waiting() as causes:
+            self._steps.prepare()
+            gradients = self._gradients.take()
+            self._steps.complete(gradients)
+            causes.append(("optimizer", time.perf_counter()))
+        self._resources.loop.call_soon(self._scheduler.end_cycle)
+        self._activity.switch("outside")
         mark = self._counters()
         since = {name: value - self._mark[name] for name, value in mark.items()}
         self._mark = mark
-        self.last_step = StepStats(
-            step=self._num_steps,
-            seconds=since["seconds"],
+        self.last_step = self._meter.step_stats(
+            self.recorder.end_step(),
             stall_seconds=since["stall_seconds"],
             optimizer_seconds=time.perf_counter() - start,
             nvme_read_bytes=int(since["read_bytes"]),
@@ -301,18 +331,12 @@ class Engine:
     def _counters(self) -> dict[str, float]:
         moved, waited = self._store.statistics(), self._scheduler.statistics
         return {
-            "seconds": time.perf_counter(),
             "read_bytes": moved.read_bytes,
             "written_bytes": moved.written_bytes,
             "stall_seconds": waited.stall_seconds,
             "num_gathers": waited.num_gathers,
             "num_stalls": waited.num_stalls,
         }
-
-    def _headroom_bytes(self) -> int:
-        """Host memory to keep free or clean: two sub-groups, so that the next ones can be read while one computes."""
-        largest = max((self._plan.step_bytes(part) for part in self._parts if part.stepped), default=0)
-        return min(2 * largest, self.config.ram // 2)
 
 
 def initialize(

@@ -21,6 +21,10 @@ A gradient on the CPU passes through the C library's heap. In the first backward
 stays or outlives them, in the places that others have just left, so the next ones need new room: holes of up to a third
 of all gradients. They are given back as they come (``HEAP``); later backwards find their places and leave hardly any.
 
+Where the number of backwards in a step is known, the last of them makes gradients *final*: those of a part are so when
+each of its parameters that requires one has got its own. ``take_final`` then hands the part over to a step that begins
+under the rest of this backward. No other gradient may come for it, and nobody may discard or replace what it had.
+
 Called on the thread that runs autograd's hooks; one backward runs at a time.
 """
 
@@ -35,8 +39,8 @@ import torch
 from torch import nn
 
 from infinity.engine.prefetch import TRAINING, PrefetchScheduler
-from infinity.engine.unit import GRAD, GRAD_SUM, AwayGradient, Part, Slot, StandIn
-from infinity.errors import BudgetError, ModelError
+from infinity.engine.unit import GRAD, GRAD_SUM, AwayGradient, Part, Slot, StandIn, Unit
+from infinity.errors import BudgetError, EngineStateError, ModelError
 from infinity.io.memory import HEAP
 from infinity.store.loop import LoopThread
 from infinity.store.order import Use
@@ -55,6 +59,7 @@ class _Gradients:
         flat: the pinned shard while it is open for writing.
         pending: slots whose gradient this backward has yet to bring.
         exists: whether there is a shard.
+        begun: whether its step has begun under backward.
     """
 
     kind: str = GRAD
@@ -63,6 +68,7 @@ class _Gradients:
     flat: torch.Tensor | None = None
     pending: set[int] = field(default_factory=set)
     exists: bool = False
+    begun: bool = False
 
 
 class GradientSink:
@@ -73,10 +79,17 @@ class GradientSink:
         store: where the shards go.
         scheduler: learns when gradients arrive.
         parts: all parts.
+        num_backwards: how many backwards there are in a step, if that is known.
     """
 
     def __init__(
-        self, loop: LoopThread, store: TieredStore, scheduler: PrefetchScheduler, parts: Sequence[Part]
+        self,
+        loop: LoopThread,
+        store: TieredStore,
+        scheduler: PrefetchScheduler,
+        parts: Sequence[Part],
+        *,
+        num_backwards: int | None = None,
     ) -> None:
         self._loop = loop
         self._store = store
@@ -86,10 +99,32 @@ class GradientSink:
         self._open_parts: dict[int, Part] = {}
         self._placeholders: dict[nn.Parameter, StandIn] = {}
         self._backward = 1
+        self._num_backwards = num_backwards
+        self._num_done = 0  # since the last step
+        self._num_arrived = 0  # gradients in this backward
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the backward that runs, or has just ended, is the last before a step."""
+        return self._num_backwards is not None and self._num_done + (self._num_arrived > 0) == self._num_backwards
+
+    def take_final(self, unit: Unit) -> list[tuple[Part, str, frozenset[int]]]:
+        """Hand over the parts of a unit whose gradients are final, as ``take`` does; none outside a last backward."""
+        taken = []
+        for part in unit.parts if self.is_final else ():
+            gradients = self._gradients.get(part.index)
+            if gradients is None or gradients.begun or gradients.flat is not None:
+                continue
+            positions = {i for i, slot in enumerate(part.slots) if slot.param.requires_grad}
+            if all(gradients.arrived.get(i) == self._backward for i in positions) and self._all_kept(part, gradients):
+                gradients.begun = True
+                taken.append((part, gradients.kind, frozenset(gradients.arrived)))
+        return taken
 
     def expect(self, part: Part, position: int) -> None:
         """Autograd is about to accumulate the gradient of a slot: what the user left on ``param.grad`` is honoured."""
         slot = part.slots[position]
+        self._refuse_more(part, slot)
         self._refuse_change(slot)
         if self._is_kept(slot):
             slot.param.grad = None
@@ -128,6 +163,7 @@ class GradientSink:
         else:
             view.add_(gradient.to(view.device))
         gradients.arrived[position] = self._backward
+        self._num_arrived += 1
         if slot.param not in self._placeholders and gradient.device.type == "cpu":
             HEAP.use(gradient.nbytes)
         slot.param.grad = self._placeholder(part, slot)
@@ -144,6 +180,8 @@ class GradientSink:
         """A backward is over, completely or not: let every open shard go. What comes next is another backward."""
         self.let_go()
         self._backward += 1
+        self._num_done += self._num_arrived > 0
+        self._num_arrived = 0
 
     def clear_placeholders(self) -> None:
         """Take the placeholders off the parameters; what the user has put there stays."""
@@ -156,10 +194,11 @@ class GradientSink:
         self.end_backward()
         self.clear_placeholders()
         gradients, self._gradients = self._gradients, {}
+        self._num_done = 0
         self._loop.run(self._delete(self._parts[i].key(g.kind) for i, g in gradients.items()))
 
-    def take(self) -> dict[int, tuple[str, frozenset[int]]]:
-        """Hand the gradients over to a step: for each part its kind of shard and the slots that have a gradient.
+    def take(self) -> list[tuple[Part, str, frozenset[int]]]:
+        """Hand the gradients over to a step: parts in order, each with its kind of shard and the slots that have one.
 
         The receiver deletes the shards.
 
@@ -168,17 +207,22 @@ class GradientSink:
         """
         self.end_backward()
         self._refuse_changes()
+        self._num_done = 0
         self._take_users()
         gradients, self._gradients = self._gradients, {}
-        taken: dict[int, tuple[str, frozenset[int]]] = {}
+        taken = []
         discarded = []
-        for index, each in gradients.items():
+        for index, each in sorted(gradients.items()):
             slots = self._parts[index].slots
+            if each.begun:
+                for position in each.arrived:
+                    slots[position].param.grad = None
+                continue
             kept = frozenset(position for position in each.arrived if self._is_kept(slots[position]))
             for position in kept:
                 slots[position].param.grad = None
             if kept:
-                taken[index] = (each.kind, kept)
+                taken.append((self._parts[index], each.kind, kept))
             else:
                 discarded.append(self._parts[index].key(each.kind))
         if discarded:
@@ -199,7 +243,28 @@ class GradientSink:
     def _refuse_changes(self) -> None:
         for index, gradients in self._gradients.items():
             for position in sorted(gradients.arrived):
-                self._refuse_change(self._parts[index].slots[position])
+                slot = self._parts[index].slots[position]
+                self._refuse_change(slot)
+                if gradients.begun and not self._is_kept(slot):
+                    raise EngineStateError(
+                        f"parameter {slot.name}: its gradient was discarded or replaced between backward and step(), "
+                        "when its step had begun under backward; do so before the last backward, or leave "
+                        "accumulation_steps unset"
+                    )
+
+    def _all_kept(self, part: Part, gradients: _Gradients) -> bool:
+        return all(self._is_kept(part.slots[position]) for position in gradients.arrived)
+
+    def _refuse_more(self, part: Part, slot: Slot) -> None:
+        gradients = self._gradients.get(part.index)
+        if (gradients is not None and gradients.begun) or (
+            self._num_backwards is not None and self._num_done >= self._num_backwards
+        ):
+            raise EngineStateError(
+                f"parameter {slot.name}: got another gradient after backward {self._num_backwards} of "
+                f"accumulation_steps={self._num_backwards}, under which its step may have begun; call step() first, "
+                "set accumulation_steps to the number of backwards in a step, or leave it unset"
+            )
 
     def _refuse_change(self, slot: Slot) -> None:
         if self._is_kept(slot) and not self._is_intact(slot):

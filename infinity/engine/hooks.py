@@ -22,41 +22,24 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.engine.activity import Activity
 from infinity.engine.gradients import GradientSink, ParamHooks
+from infinity.engine.holds import Holds
 from infinity.engine.precision import Precision
 from infinity.engine.prefetch import PrefetchScheduler
 from infinity.engine.reads import unwatch_reads, watch_reads
 from infinity.engine.saved import SavedTensors
+from infinity.engine.scope import Scope, is_on_stack
+from infinity.engine.steps import OptimizerSteps
 from infinity.engine.tracing import refuse_tracing
 from infinity.engine.trees import map_tensors, tensors_of
 from infinity.engine.unit import Unit, UnitState
 from infinity.errors import BudgetError, EngineStateError, ModelError
-
-
-@dataclass(slots=True, eq=False)
-class _Scope:
-    """A forward that is running: a unit's trigger, or the whole model (``unit`` is ``None``).
-
-    Attributes:
-        unit: what it needs.
-        module: whose forward it is.
-        frame: Python's frame around the whole model's forward.
-        pushed: whether it put the saved-tensor hooks in force.
-        lent: units gathered for it beside its own.
-    """
-
-    unit: Unit | None
-    module: nn.Module | None
-    frame: FrameType | None = None
-    pushed: bool = False
-    lent: list[Unit] = field(default_factory=list)
 
 
 class ModuleHooks:
@@ -68,7 +51,9 @@ class ModuleHooks:
         scheduler: gathers and releases.
         gradients: takes the gradients of stepped parts.
         precision: casts the model's inputs.
-        check: called before a forward of the whole model; raises where there must be none.
+        check: called before a forward of the whole model, or of a part of it; raises where there must be none.
+        steps: begins steps under backward.
+        activity: told what runs.
     """
 
     def __init__(
@@ -79,18 +64,21 @@ class ModuleHooks:
         gradients: GradientSink,
         precision: Precision,
         check: Callable[[], None],
+        steps: OptimizerSteps,
+        activity: Activity,
     ) -> None:
         self._units = units
         self._scheduler = scheduler
         self._gradients = gradients
         self._precision = precision
         self._check = check
+        self._steps = steps
+        self._activity = activity
         self._saved = SavedTensors(self._hold_for_node)
-        self._held: dict[int, Unit] = {}  # by index, the latest last
-        self._reading: dict[int, tuple[Any, list[Unit]]] = {}  # by backward: the latest node and its units
-        self._running: list[_Scope] = []
+        self._holds = Holds()
+        self._running: list[Scope] = []
         self._backward_task: int | None = None
-        self._backward_scope = _Scope(None, None)
+        self._backward_scope = Scope(None, None)
         self._hooks: list[Any] = []
         self._leaf_hooks: list[Any] = []
         for unit in units:
@@ -120,10 +108,12 @@ class ModuleHooks:
         self._running.clear()
         self._backward_task = None
         self._backward_scope.lent.clear()
-        self._held.clear()
-        self._reading.clear()
+        for _ in self._holds.drain():
+            pass
+        self._holds.forget_reads()
         self._remove_leaf_hooks()
         self._gradients.end_backward()
+        self._steps.interrupted()
         for unit in self._units:
             unit.forward_depth = 0
             unit.held_for_backward = False
@@ -133,7 +123,7 @@ class ModuleHooks:
 
     def settle(self) -> None:
         """Let go what an interrupted forward or backward still holds; nothing happens inside one that is running."""
-        left_over = self._running or self._held or self._backward_task is not None
+        left_over = self._running or self._holds or self._backward_task is not None
         if left_over and not self._in_backward() and not self._is_running():
             self.recover()
 
@@ -162,10 +152,10 @@ class ModuleHooks:
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         refuse_tracing()
         if not self._in_backward() and not self._is_running():
-            self._check()
             self.settle()
+            self._check()
             self._scheduler.begin_forward(training=torch.is_grad_enabled())
-        self._enter(_Scope(None, module, sys._getframe(1)))
+        self._enter(Scope(None, module, sys._getframe(1)))
         return self._precision.cast_inputs((args, kwargs))  # type: ignore[no-any-return]
 
     def _after_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -178,18 +168,12 @@ class ModuleHooks:
 
     def _is_running(self) -> bool:
         """Whether a forward of the whole model is on the stack, and not just left over from an interrupt."""
-        frames = {id(scope.frame) for scope in self._running if scope.frame is not None}
-        frame: FrameType | None = sys._getframe(1) if frames else None
-        while frame is not None:
-            if id(frame) in frames:
-                return True
-            frame = frame.f_back
-        return False
+        return is_on_stack(self._running, sys._getframe(1))
 
     def _before_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        self._enter(_Scope(unit, module))
+        self._enter(Scope(unit, module))
 
-    def _enter(self, scope: _Scope) -> None:
+    def _enter(self, scope: Scope) -> None:
         refuse_tracing()
         self._param_hooks.update()
         self._running.append(scope)
@@ -198,14 +182,25 @@ class ModuleHooks:
             if scope.unit.state is UnitState.RELEASED:
                 self._bind(scope.unit)
         scope.pushed = self._saved.push()
+        self._follow()
 
-    def _leave(self, unit: Unit | None, module: nn.Module) -> _Scope | None:
+    def _follow(self) -> None:
+        """Say what runs now that a scope has been entered or left."""
+        in_backward = self._in_backward()
+        unit = next((scope.unit for scope in reversed(self._running) if scope.unit is not None), None)
+        if self._running or in_backward:
+            self._activity.switch("backward" if in_backward else "forward", *([unit.name] if unit is not None else []))
+        else:
+            self._activity.switch("outside")
+
+    def _leave(self, unit: Unit | None, module: nn.Module) -> Scope | None:
         """End a scope. ``None`` if it never began: PyTorch calls our hook also when an earlier pre-hook raised."""
         if not self._running or self._running[-1].unit is not unit or self._running[-1].module is not module:
             return None
         scope = self._running.pop()
         if scope.pushed:
             self._saved.pop()
+        self._follow()
         return scope
 
     def _after_trigger(self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -243,7 +238,7 @@ class ModuleHooks:
             self._watch_backward()
             self._lend(unit, self._backward_scope)
 
-    def _lend(self, unit: Unit, scope: _Scope) -> None:
+    def _lend(self, unit: Unit, scope: Scope) -> None:
         if unit.state is UnitState.RELEASED:
             self._bind(unit)
         unit.forward_depth += 1
@@ -273,51 +268,50 @@ class ModuleHooks:
         self._hold(unit)
 
     def _after_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
-        if self._held.pop(unit.index, None) is not None:
-            self._let_go(unit)
+        if self._holds.remove(unit):
+            self._release_idle([unit])
+            self._activity.switch("backward")
 
     def _hold(self, unit: Unit) -> None:
         self._watch_backward()
         if unit.state is UnitState.RELEASED:
             self._bind(unit)
-        unit.held_for_backward = True
-        self._held.pop(unit.index, None)
-        self._held[unit.index] = unit
+            self._activity.switch("backward", unit.name)
+        self._holds.add(unit)
 
     def _hold_for_node(self, unit: Unit, reads: bool) -> None:
         """Hold a unit for the node that is unpacking its saved tensors; ``reads``: until that node has run."""
         self._hold(unit)
-        if not reads:
-            return
-        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
-        known = self._reading.get(task)
-        if known is None or known[0] is not node:
-            self._reading[task] = (node, [unit])
-        else:
-            known[1].append(unit)
-
-    def _let_go(self, unit: Unit) -> None:
-        unit.held_for_backward = False
-        self._release_idle([unit])
+        if reads:
+            self._holds.note_read(unit)
 
     def _watch_backward(self) -> None:
         """Have ``_end_backward`` called when the backward that is running ends."""
         if self._backward_task is None and self._in_backward():
             self._backward_task = torch._C._current_graph_task_id()
+            self._activity.switch("backward")
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._backward_task = None
         lent = self._backward_scope.lent
-        self._backward_scope = _Scope(None, None)
+        self._backward_scope = Scope(None, None)
         for unit in lent:
             unit.forward_depth -= 1
-        self._reading.clear()
-        while self._held:
-            self._let_go(self._held.popitem()[1])
-        self._release_idle(lent)
+        self._holds.forget_reads()
+        self._release_idle([*self._holds.drain(), *lent])
         self._remove_leaf_hooks()
+        self._gradients.let_go()
+        self._begin_steps(self._units)
         self._gradients.end_backward()
+        self._backward_task = None
+        self._activity.switch("outside")
+
+    def _begin_steps(self, units: Iterable[Unit]) -> None:
+        """Step what this backward will neither change nor read any more, if it is the last before a step."""
+        nested = self._in_backward() and torch._C._current_graph_task_id() != self._backward_task
+        if self._gradients.is_final and not nested:  # what a reentrant checkpoint runs inside may bring more gradients
+            idle = [unit for unit in units if unit.state is UnitState.RELEASED and not unit.handles]
+            self._steps.begin([taken for unit in idle for taken in self._gradients.take_final(unit)])
 
     def _remove_leaf_hooks(self) -> None:
         for hook in self._leaf_hooks:
@@ -327,6 +321,8 @@ class ModuleHooks:
     # Units
 
     def _bind(self, unit: Unit) -> None:
+        if not self._in_backward():
+            self._check()
         self._refuse_change(unit.changed_parameter())
         written = unit.written_parameter()
         if written is not None:
@@ -358,17 +354,10 @@ class ModuleHooks:
 
     def _give_up_holds(self) -> bool:
         """Release what backward holds but no forward and no node is using now; whether there was anything."""
-        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
-        in_use = {
-            unit.index
-            for other, (latest, units) in self._reading.items()
-            if other != task or latest is node
-            for unit in units
-        }
-        spare = [unit for unit in self._held.values() if not unit.forward_depth and unit.index not in in_use]
+        spare = self._holds.spare()
         for unit in spare:
-            del self._held[unit.index]
-            self._let_go(unit)
+            self._holds.remove(unit)
+        self._release_idle(spare)
         return bool(spare)
 
     def _release_idle(self, units: Iterable[Unit]) -> None:
@@ -381,6 +370,8 @@ class ModuleHooks:
             self._saved.remove(unit)
             unit.unbind()
             self._scheduler.release(unit)
+            if self._backward_task is not None:
+                self._begin_steps([unit])
         self._refuse_change(changed)
 
     @staticmethod

@@ -62,7 +62,7 @@ def _cut(
         compute, step = precision.compute_dtype(param.dtype), precision.step_dtype(param.dtype)
         is_stepped = param in stepped
         names = states.get(param, ())
-        num_step_copies = len(names) + 1 + precision.has_master if is_stepped else 0
+        num_step_copies = len(names) + 1 + (step != compute) if is_stepped else 0
         size = param.numel() * (compute.itemsize + step.itemsize * num_step_copies)
         last = parts[-1] if parts else None
         if last is None or last.dtype != param.dtype or last.stepped != is_stepped or size > room:

@@ -1,10 +1,15 @@
 """``PrefetchScheduler``: records the order in which training touches shards, and fetches ahead along it.
 
 The training thread says what it needs (``gather``), when it is done (``release``) and where it is (``begin_forward``,
-``touch``); the scheduler turns that into demands and, looking ahead along the order of the last cycle, into prefetches:
-the next units into device memory, the gradients of the units whose backward comes next, and the state of the next
-sub-groups into host memory. Before the first cycle has been recorded it assumes that units run in the order in which
-the model holds them, and backward the other way round.
+``touch``); the scheduler turns that into demands and, looking ahead, into prefetches in two lanes:
+
+* **training**: the next units into device memory, and the gradients of the units whose backward comes next into host
+  memory, along the order of the last cycle. Before the first has been recorded it assumes that units run in the order
+  in which the model holds them, and backward the other way round. A unit whose parameters are about to change is not
+  gathered ahead: its optimizer step comes first.
+* **steps**: the state of the sub-groups that are stepped next, into host memory. The nearest, as many bytes as keep the
+  disk busy while one is stepped, may displace what is needed later. Those beyond take only memory that is free:
+  displacing residents for them would read each byte once per cycle again that could have stayed.
 
 Training and evaluation have an order each, so that an evaluation between two steps teaches the scheduler nothing wrong.
 
@@ -21,23 +26,23 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.engine.activity import Activity
+from infinity.engine.stream import StepStream
 from infinity.engine.unit import GRAD, GRAD_SUM, PARAM, Part, Unit
 from infinity.store.device import DeviceTier
 from infinity.store.loop import LoopThread
-from infinity.store.order import Access, AccessOrder, Use
+from infinity.store.order import Access, AccessOrder, Recurrence, Use
 from infinity.store.pool import StreamEvent
 from infinity.store.residency import State
 from infinity.store.shard import ShardKey
 from infinity.store.store import TieredStore
 
 TRAINING = "training"
-OPTIMIZER = "optimizer"
-_SUB_GROUPS_AHEAD = 2
 
 
 @dataclass(slots=True)
 class SchedulerStatistics:
-    """Counters since the start, and the seconds that the training thread waited for shards."""
+    """Counters since the start, and the seconds that the training thread waited for units."""
 
     num_gathers: int = 0
     num_stalls: int = 0
@@ -45,17 +50,34 @@ class SchedulerStatistics:
 
 
 class Orders:
-    """The recorded orders of training and evaluation, and which of the two is running."""
+    """The recorded orders of training and evaluation, which of the two is running, and when sub-groups are stepped.
+
+    Args:
+        units: all units.
+        parts: all parts.
+        step_keys: the shards that a step of a part reads.
+        under_backward: whether steps begin there.
+
+    Attributes:
+        look_ahead: called when memory may have room for more; the scheduler's, once there is one.
+    """
 
     def __init__(
-        self, units: Sequence[Unit], parts: Sequence[Part], step_keys: Callable[[Part], list[ShardKey]]
+        self,
+        units: Sequence[Unit],
+        parts: Sequence[Part],
+        step_keys: Callable[[Part], list[ShardKey]],
+        *,
+        under_backward: bool = False,
     ) -> None:
         self._units = units
         self._parts = parts
         self._step_keys = step_keys
+        self._part_of = {(part.unit, part.position): part.index for part in parts}
         self.training = AccessOrder(self._keys_of)
         self.evaluation = AccessOrder(self._keys_of)
         self.current = self.training
+        self.look_ahead: Callable[[], None] = lambda: None
         forward = [Access(Use.GATHER, unit.index) for unit in units]
         backward = [
             access
@@ -65,25 +87,34 @@ class Orders:
                 *(Access(Use.GRADIENT, part.index) for part in unit.parts if part.stepped),
             )
         ]
-        steps = [Access(Use.STEP, part.index) for part in parts if part.stepped]
-        self.training.adopt([Access(Use.FORWARD, 0), *forward, *backward, *steps])
+        lap = [Access(Use.FORWARD, 0), *forward, *backward]
+        self.training.adopt(lap)
         self.evaluation.adopt([Access(Use.FORWARD, 0), *forward])
+        due = {
+            access.where: position + 1 if under_backward else len(lap)
+            for position, access in enumerate(lap)
+            if access.use is Use.GRADIENT
+        }
+        self.steps = Recurrence(self.training, sorted(due.items(), key=lambda item: (item[1], item[0])))
 
     def shard_distance(self, key: ShardKey) -> float:
-        """How far away training's next use of a shard is."""
-        return self.training.distance(key)
+        """How far away training's, or the optimizer's, next use of a shard is."""
+        part = self._part_of[key.unit, key.part]
+        return min(self.training.distance(key), self.steps.distance(part))
 
     def unit_distance(self, unit: int) -> float:
         """How far away the next gather of a unit is, in what is running now."""
         return self.current.distance(unit)
+
+    def next_in_training(self, unit: int) -> float:
+        """How far away training's next gather of a unit is."""
+        return self.training.distance(unit)
 
     def _keys_of(self, access: Access) -> Iterable[ShardKey | int]:
         if access.use is Use.GATHER:
             return [access.where, *(part.key(PARAM) for part in self._units[access.where].parts)]
         if access.use is Use.GRADIENT:
             return [self._parts[access.where].key(GRAD), self._parts[access.where].key(GRAD_SUM)]
-        if access.use is Use.STEP:
-            return self.step_keys(access.where)
         return []
 
     def step_keys(self, part: int) -> list[ShardKey]:
@@ -101,7 +132,10 @@ class PrefetchScheduler:
         orders: the recorded orders.
         units: all units.
         parts: all parts.
+        stream: the sub-groups on their way through the optimizer.
         depth: how many units ahead may be gathered.
+        activity: what the training thread does; told of its waits.
+        ahead_bytes: how many bytes of sub-groups may be read ahead by displacing what is needed later.
     """
 
     def __init__(
@@ -112,8 +146,11 @@ class PrefetchScheduler:
         orders: Orders,
         units: Sequence[Unit],
         parts: Sequence[Part],
+        stream: StepStream,
+        activity: Activity,
         *,
         depth: int,
+        ahead_bytes: int,
     ) -> None:
         self.statistics = SchedulerStatistics()
         self._loop = loop
@@ -122,10 +159,18 @@ class PrefetchScheduler:
         self._orders = orders
         self._units = units
         self._parts = parts
+        self._stream = stream
+        self._activity = activity
+        stream.stepping = self._begin_part
         self._depth = depth
-        self._stepping = False
+        self._ahead_bytes = ahead_bytes
+        self._asked = False
 
     # The training thread
+
+    def start(self) -> None:
+        """All shards have their values: from now on they may be fetched ahead."""
+        self._orders.look_ahead = self.look_ahead_soon
 
     def begin_forward(self, *, training: bool) -> None:
         """A forward pass of the whole model begins."""
@@ -138,12 +183,12 @@ class PrefetchScheduler:
             BudgetError: it does not fit beside the units in use.
             StorageError: a shard could not be read.
         """
-        start = time.perf_counter()
-        buffer, was_resident = self._loop.run(self._gather(unit.index))
+        with self._activity.waiting(unit.name) as causes:
+            buffer, stalled = self._loop.run(self._gather(unit.index, causes))
         self.statistics.num_gathers += 1
-        if not was_resident:
+        if stalled:
             self.statistics.num_stalls += 1
-            self.statistics.stall_seconds += time.perf_counter() - start
+            self.statistics.stall_seconds += stalled
         return buffer
 
     def release(self, unit: Unit) -> None:
@@ -156,19 +201,31 @@ class PrefetchScheduler:
 
     # The loop thread
 
-    async def _gather(self, unit: int) -> tuple[torch.Tensor, bool]:
-        was_resident = self._device.residency.state_of(unit) is State.CLEAN
+    async def _gather(self, unit: int, causes: list[tuple[str, float]]) -> tuple[torch.Tensor, float]:
+        """The unit's memory, and for how many seconds it had to be waited for."""
+        begun = time.perf_counter()
+        residency = self._device.residency
         self._orders.current.access(Access(Use.GATHER, unit))
+        self.look_ahead_soon()
+        if self._stream.is_pending(unit):
+            await self._stream.ready(unit)
+            causes.append(("optimizer", time.perf_counter()))
+        was_resident, room_seconds = residency.state_of(unit) is State.CLEAN, residency.statistics.room_seconds
         demand = asyncio.ensure_future(self._device.gather(unit, owner=TRAINING))
         await asyncio.sleep(0)  # the demand takes its room and its place in the queue first
         self._look_ahead()
         buffer = await demand
-        self._look_ahead()
-        return buffer, was_resident
+        if not was_resident:
+            room_seconds = residency.statistics.room_seconds - room_seconds
+            ended = time.perf_counter()
+            begun_reading = min((causes[-1][1] if causes else begun) + room_seconds, ended)
+            causes += [("room", begun_reading)] if room_seconds else []
+            causes.append(("read", ended))
+        return buffer, causes[-1][1] - begun if causes else 0.0
 
     def _release(self, unit: int, after: StreamEvent | None) -> None:
         self._device.release(unit, owner=TRAINING, after=after)
-        self._look_ahead()
+        self.look_ahead_soon()
 
     def _release_all(self, after: StreamEvent | None) -> None:
         if after is not None:
@@ -187,43 +244,73 @@ class PrefetchScheduler:
     def touch(self, use: Use, where: int) -> None:
         """Record an access that is no gather (loop thread)."""
         self._orders.training.access(Access(use, where))
+        self.look_ahead_soon()
+
+    def _begin_part(self, part: Part) -> None:
+        """A sub-group's shards are in memory and it is being stepped: time to read the next ones."""
+        self._orders.steps.happened(part.index)
         self._look_ahead()
 
-    async def begin_step(self) -> None:
-        """The optimizer is about to change parameters: nothing may be on its way into device memory."""
-        self._stepping = True
+    def end_cycle(self) -> None:
+        """The step is complete: what was recorded predicts the next cycle (loop thread)."""
         self._orders.current = self._orders.training
-        await self._device.residency.settle()
+        self._orders.training.end_cycle()
+        self._orders.steps.end_lap()
+        self.look_ahead_soon()
 
-    def end_step(self, *, complete: bool) -> None:
-        """The step is over; a complete one ends the cycle of the recorded order (loop thread)."""
-        self._stepping = False
-        if complete:
-            self._orders.training.end_cycle()
-            self._look_ahead()
-        else:
-            self._orders.training.abandon_cycle()
+    def look_ahead_soon(self) -> None:
+        """Look ahead once what is going on now has been dealt with; asking often costs nothing (loop thread)."""
+        if not self._asked:
+            self._asked = True
+            asyncio.get_running_loop().call_soon(self._look_ahead)
 
     def _look_ahead(self) -> None:
-        num_units = num_steps = 0
-        for access in self._orders.current.upcoming():
-            if access.use is Use.STEP:
-                num_steps += 1
-                if num_steps > _SUB_GROUPS_AHEAD or not self._prefetch_state(access.where):
-                    return
-            elif access.use is Use.GRADIENT:
-                self._prefetch_gradients(self._parts[access.where])
-            elif access.use is Use.GATHER:
-                # Beyond a step, and while one runs, parameters are about to change.
-                if num_steps or self._stepping or num_units >= self._depth or not self._device.prefetch(access.where):
+        self._asked = False
+        self._look_along_training()
+        self._look_along_steps()
+
+    def _look_along_training(self) -> None:
+        orders, num_units = self._orders, 0
+        for ahead, access in enumerate(orders.current.upcoming()):
+            if access.use is Use.GATHER:
+                unit = access.where
+                crosses = orders.current is orders.training and ahead >= orders.training.num_left
+                if num_units >= self._depth or self._will_change(unit, crosses) or not self._device.prefetch(unit):
                     return
                 num_units += 1
+            elif access.use is Use.GRADIENT:
+                self._prefetch_gradients(self._parts[access.where])
 
-    def _prefetch_state(self, part: int) -> bool:
-        keys = [key for key in self._orders.step_keys(part) if key in self._store]
-        return all(self._store.prefetch(key) for key in keys)
+    def _will_change(self, unit: int, beyond_step: bool) -> bool:
+        """Whether a unit will be stepped before it is gathered next."""
+        if self._stream.is_pending(unit):
+            return True
+        if not beyond_step:
+            return False
+        steps = self._orders.steps
+        half_lap = len(self._orders.training) / 2
+        return any(part.stepped and steps.distance(part.index) < half_lap for part in self._units[unit].parts)
+
+    def _look_along_steps(self) -> None:
+        num_bytes = 0
+        for part in self._next_steps():
+            keys = [key for key in self._orders.step_keys(part) if key in self._store]
+            displace = num_bytes <= self._ahead_bytes
+            if not all(self._store.prefetch(key, displace=displace) for key in keys):
+                return
+            num_bytes += sum(self._store.num_bytes(key) for key in keys)
+
+    def _next_steps(self) -> Iterable[int]:
+        """Sub-groups in the order in which they will be stepped: those on the way, then as in the last cycle."""
+        waiting = [part.index for part in self._stream.parts]
+        yield from waiting
+        taken = set(waiting)
+        yield from (part for part in self._orders.steps.upcoming() if part not in taken)
 
     def _prefetch_gradients(self, part: Part) -> None:
-        for kind in (GRAD, GRAD_SUM):
-            if part.key(kind) in self._store:
-                self._store.prefetch(part.key(kind))
+        """Bring in gradients that others will be added to, or take memory for those that will be the first."""
+        known = [part.key(kind) for kind in (GRAD, GRAD_SUM) if part.key(kind) in self._store]
+        for key in known:
+            self._store.prefetch(key)
+        if part.stepped and not known:
+            self._store.prepare(part.key(GRAD), part.param_bytes)

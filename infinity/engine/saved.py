@@ -19,6 +19,7 @@ activation that comes next may be recomputed first, and the units of that should
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +32,12 @@ from infinity.errors import EngineStateError
 _SMALL_BYTES = 64 << 10
 
 
-class _Handle(NamedTuple):
-    """A saved tensor that lies in a unit's gathered buffer; ``offset`` in elements from the buffer's start."""
+@dataclass(frozen=True, eq=False)
+class _Handle:
+    """A saved tensor that lies in a unit's gathered buffer; ``offset`` in elements from the buffer's start.
+
+    Its unit knows it as long as it lives: as long as a backward may still read the unit.
+    """
 
     unit: Unit
     version: int
@@ -117,7 +122,9 @@ class SavedTensors:
             base = int(unit.buffer.storage_offset()) // tensor.element_size()
             offset = int(tensor.storage_offset()) - base
             conj, neg = tensor.is_conj(), tensor.is_neg()
-            return _Handle(unit, unit.version, tensor.dtype, tensor.size(), tensor.stride(), offset, conj, neg)
+            handle = _Handle(unit, unit.version, tensor.dtype, tensor.size(), tensor.stride(), offset, conj, neg)
+            unit.handles.add(handle)
+            return handle
         outer = self._outer[-1] if self._outer else None
         if outer is not None:
             pack, unpack = outer

@@ -2,7 +2,8 @@
 
 A shadow is an object of the user's class with the user's attributes and hyper-parameters, whose groups hold a few
 parameters with gradients and whose state is theirs. What the class does to a parameter is thus exactly what it does in
-plain PyTorch, to the bit. A group of which no parameter is stepped keeps the user's own, which have no gradient then.
+plain PyTorch, to the bit. A group of which no parameter is stepped holds parameters like the user's own but without a
+gradient: the user's own may have one by then, of the next step.
 
 What a step changes beside parameters and their state, in a group (a counter, a decayed rate) or in an attribute of the
 object, must not reach the next sub-group of the same step: each shadow gets values of its own, and the changes are
@@ -15,12 +16,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.engine.unit import Slot
 from infinity.errors import ModelError
@@ -39,51 +43,94 @@ def is_shard(value: object, slot: Slot) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == slot.shape and value.numel() > 1
 
 
-def expected_states(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, tuple[str, ...]]:
-    """For each parameter the names of the states of its shape that the optimizer has or will have.
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What an optimizer is expected to do.
 
-    Found by stepping tiny parameters, one for each group and number of dimensions, on a shadow: neither the user's
-    optimizer nor the random state changes. An optimizer that cannot step them is taken to have two such states.
+    Attributes:
+        states: for each parameter the names of the states of its shape that the optimizer has or will have.
+        is_serial: whether a step must be seen as a whole: it draws random numbers, or changes the optimizer's own
+            attributes or groups.
+    """
+
+    states: Mapping[nn.Parameter, tuple[str, ...]]
+    is_serial: bool
+
+
+def probe(optimizer: torch.optim.Optimizer) -> Traits:
+    """Find out by stepping tiny parameters, one for each group and number of dimensions, on a shadow.
+
+    Neither the user's optimizer nor the random state changes. One that cannot step them is taken to have two states.
     """
     found: dict[tuple[int, int], tuple[str, ...]] = {}
     states: dict[nn.Parameter, tuple[str, ...]] = {}
+    is_serial = False
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if param.numel() <= 1:
                 states[param] = ()
                 continue
             if (index, param.ndim) not in found:
-                found[index, param.ndim] = _probe(optimizer, index, param)
+                found[index, param.ndim], serial = _probe(optimizer, index, param)
+                is_serial = is_serial or serial
             has = optimizer.state.get(param, {}).items()
             names = [name for name, value in has if isinstance(value, torch.Tensor) and value.shape == param.shape]
             states[param] = tuple(dict.fromkeys([*found[index, param.ndim], *names]))
-    return states
+    return Traits(states, is_serial)
 
 
-def _probe(optimizer: torch.optim.Optimizer, group: int, like: nn.Parameter) -> tuple[str, ...]:
+def _probe(optimizer: torch.optim.Optimizer, group: int, like: nn.Parameter) -> tuple[tuple[str, ...], bool]:
     param = nn.Parameter(torch.ones((2,) * like.ndim, dtype=like.dtype), requires_grad=like.requires_grad)
     param.grad = torch.ones_like(param)
     slot = Slot("probe", param, param.shape, param.stride(), 0)
+    shadow = Shadow(optimizer)
     try:
         with torch.random.fork_rng(devices=[]):
-            state = Shadow(optimizer).step([(group, param, {})])[param]
+            generator = torch.get_rng_state()
+            state = shadow.step([(group, param, {})])[param]
+            draws = not torch.equal(generator, torch.get_rng_state())
     except Exception:  # whatever the user's class does with it: this is an estimate
-        return ("first", "second")
-    return tuple(name for name, value in state.items() if is_shard(value, slot))
+        return ("first", "second"), True
+    names = tuple(name for name, value in state.items() if is_shard(value, slot))
+    return names, draws or shadow.changes_more
 
 
 class Shadow:
-    """Steps parameters on behalf of the user's optimizer.
+    """Steps parameters on behalf of the user's optimizer, for one step: with the hyper-parameters that it has now.
 
     Args:
-        optimizer: the user's; its class, attributes and live parameter groups are used, its state is not.
+        optimizer: the user's; its class, attributes and parameter groups are used, its state is not.
+
+    Attributes:
+        group_of: the index of each parameter's group.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._step = type(optimizer).step
-        self._attributes: dict[str, Any] = {}
-        self._groups: dict[int, dict[str, Any]] = defaultdict(dict)
+        self._user = weakref.ref(optimizer)  # a shadow may outlive its step, and must not keep the engine with it
+        self._class = type(optimizer)
+        self._attributes = _attributes_of(optimizer)
+        self._groups = [{name: _own(value) for name, value in group.items()} for group in optimizer.param_groups]
+        self._new_attributes: dict[str, Any] = {}
+        self._new_groups: dict[int, dict[str, Any]] = defaultdict(dict)
+        self.group_of = {param: index for index, group in enumerate(self._groups) for param in group["params"]}
+
+    @property
+    def changes_more(self) -> bool:
+        """Whether the steps so far changed groups or attributes, which ``end_step`` will apply."""
+        return bool(self._new_attributes) or any(self._new_groups.values())
+
+    def changed_hyperparameter(self) -> str | None:
+        """What differs in the user's optimizer from the values that are being stepped with."""
+        optimizer = self._user()
+        assert optimizer is not None
+        groups = optimizer.param_groups
+        if len(groups) != len(self._groups):
+            return "the number of groups"
+        for index, (before, group) in enumerate(zip(self._groups, groups, strict=True)):
+            for name in {*before, *group}:
+                if name not in before or name not in group or not _unchanged(before[name], group[name]):
+                    return f"group {index}, {name!r}"
+        return None
 
     def step(self, members: Sequence[tuple[int, nn.Parameter, dict[str, Any]]]) -> dict[nn.Parameter, dict[str, Any]]:
         """Step parameters that have ``.grad``; with none, only what a step changes beside parameters.
@@ -97,28 +144,29 @@ class Shadow:
         Raises:
             ModelError: the optimizer computes something from all of its parameters together.
         """
-        shadow = object.__new__(type(self._optimizer))
-        attributes = {name: value for name, value in vars(self._optimizer).items() if name not in _MANAGED}
-        vars(shadow).update({name: _own(value) for name, value in attributes.items()})
+        shadow = object.__new__(self._class)
+        vars(shadow).update({name: _own(value) for name, value in self._attributes.items()})
         vars(shadow).update({name: OrderedDict() for name in HOOKS})
         shadow.state = defaultdict(dict, {param: dict(state) for _, param, state in members if state})
-        groups = self._optimizer.param_groups
-        shadow.param_groups = [{name: _own(value) for name, value in group.items()} for group in groups]
-        for index in {index for index, _, _ in members}:
-            shadow.param_groups[index]["params"] = [param for i, param, _ in members if i == index]
-        self._step(shadow)
-        self._keep("", self._attributes, attributes, vars(shadow))
-        for index, (group, after) in enumerate(zip(groups, shadow.param_groups, strict=True)):
-            self._keep(f"group {index}, ", self._groups[index], group, after)
+        shadow.param_groups = [{name: _own(value) for name, value in group.items()} for group in self._groups]
+        for index, group in enumerate(shadow.param_groups):
+            stepped = [param for i, param, _ in members if i == index]
+            group["params"] = stepped or [_without_gradient(param) for param in group["params"]]
+        self._class.step(shadow)
+        self._keep("", self._new_attributes, self._attributes, vars(shadow))
+        for index, (group, after) in enumerate(zip(self._groups, shadow.param_groups, strict=True)):
+            self._keep(f"group {index}, ", self._new_groups[index], group, after)
         return {param: dict(shadow.state.get(param, {})) for _, param, _ in members}
 
     def end_step(self) -> None:
         """Apply what the step changed in the optimizer's attributes and parameter groups."""
-        _apply(self._attributes, vars(self._optimizer))
-        for index, changes in self._groups.items():
-            _apply(changes, self._optimizer.param_groups[index])
-        self._attributes.clear()
-        self._groups.clear()
+        optimizer = self._user()
+        if optimizer is not None:
+            _apply(self._new_attributes, vars(optimizer))
+            for index, changes in self._new_groups.items():
+                _apply(changes, optimizer.param_groups[index])
+        self._new_attributes.clear()
+        self._new_groups.clear()
 
     @staticmethod
     def _keep(where: str, kept: dict[str, Any], live: dict[str, Any], after: dict[str, Any]) -> None:
@@ -133,6 +181,23 @@ class Shadow:
                     "steps each parameter on its own"
                 )
             kept[name] = value
+
+
+_WITHOUT_GRADIENT: Any = WeakIdKeyDictionary()
+
+
+def _without_gradient(param: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same shape that is not stepped; made once."""
+    like: nn.Parameter | None = _WITHOUT_GRADIENT.get(param)
+    if like is None:
+        like = nn.Parameter(torch.zeros((), dtype=param.dtype).expand(param.shape), requires_grad=param.requires_grad)
+        vars(like).update(vars(param))
+        _WITHOUT_GRADIENT[param] = like
+    return like
+
+
+def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: _own(value) for name, value in vars(optimizer).items() if name not in _MANAGED}
 
 
 def _own(value: Any) -> Any:

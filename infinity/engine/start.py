@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Sequence
@@ -10,11 +11,13 @@ import torch
 from torch import nn
 
 from infinity.engine.deferred import materialize
-from infinity.engine.optimizer import PartState
+from infinity.engine.formats import Compute, FormatOf
 from infinity.engine.precision import Precision
 from infinity.engine.refusals import find_missing
 from infinity.engine.shadow import is_shard
-from infinity.engine.unit import MASTER, PARAM, Part, Slot, StandIn, Unit, state_kind
+from infinity.engine.states import StateFormatOf, exact_states
+from infinity.engine.substep import PartState
+from infinity.engine.unit import Part, Slot, StandIn, Unit, state_kind
 from infinity.errors import ModelError
 from infinity.store.loop import LoopThread
 from infinity.store.store import TieredStore
@@ -136,16 +139,27 @@ class Loader:
         loop: the loop thread.
         store: where they go.
         optimizer: the user's optimizer.
-        has_master: whether stepped parts get master weights.
+        format_of: how the weights of each part are stored.
+        compute: runs arithmetic off the loop.
+        state_format_of: how its optimizer states are.
     """
 
     def __init__(
-        self, loop: LoopThread, store: TieredStore, optimizer: torch.optim.Optimizer, *, has_master: bool
+        self,
+        loop: LoopThread,
+        store: TieredStore,
+        optimizer: torch.optim.Optimizer,
+        *,
+        format_of: FormatOf,
+        compute: Compute,
+        state_format_of: StateFormatOf = exact_states,
     ) -> None:
         self._loop = loop
         self._store = store
         self._optimizer = optimizer
-        self._has_master = has_master
+        self._format_of = format_of
+        self._state_format_of = state_format_of
+        self._compute = compute
 
     def load(self, units: Sequence[Unit]) -> dict[int, PartState]:
         """Store every unit, one parameter's values at a time, leaving placeholders. Returns state found by part.
@@ -157,19 +171,16 @@ class Loader:
         return {part.index: self._load_part(unit, part) for unit in units for part in unit.parts}
 
     def _load_part(self, unit: Unit, part: Part) -> PartState:
-        kinds = {PARAM: part.compute_dtype}
-        if self._has_master and part.stepped:
-            kinds[MASTER] = part.step_dtype
-        flats = {kind: self._put(part, kind, dtype) for kind, dtype in kinds.items()}
-        for slot in part.slots:
+        weights = self._format_of(part).create(self._store, part, _OWNER)
+        self._loop.run(weights.pin())
+        for position, slot in enumerate(part.slots):
             value = materialize(slot.param) if slot.param.is_meta else slot.param.detach()
-            for flat in flats.values():
-                slot.view(flat).copy_(value)
+            if not weights.write(position, value):
+                self._loop.run(weights.widen(self._compute))
+                weights.write(position, value)
             del value
             self._empty(unit, part, slot)
-        del flats
-        for kind in kinds:
-            self._release(part, kind)
+        self._loop.run(weights.release(changed=True))
         return self._load_state(part) if part.stepped else PartState()
 
     def _empty(self, unit: Unit, part: Part, slot: Slot) -> None:
@@ -195,18 +206,11 @@ class Loader:
                     state.small[position][name] = value
         for name, values in found.items():
             dtype = next(iter(values.values())).dtype
-            flat = self._put(part, state_kind(name), dtype)
+            states, key = self._state_format_of(part, dtype), part.key(state_kind(name))
+            shard = self._loop.run(self._store.put(key, states.num_bytes(part), owner=_OWNER)).tensor
             for position, value in values.items():
-                part.slots[position].view(flat).copy_(value)
+                states.write(part, position, shard, value)
             state.shards[name] = (dtype, set(values))
-            del flat
-            self._release(part, state_kind(name))
+            del shard
+            self._loop.call_soon(functools.partial(self._store.release, key, owner=_OWNER, dirty=True))
         return state
-
-    def _put(self, part: Part, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        lease = self._loop.run(self._store.put(part.key(kind), part.num_bytes(dtype), owner=_OWNER))
-        return lease.tensor.view(dtype)
-
-    def _release(self, part: Part, kind: str) -> None:
-        key = part.key(kind)
-        self._loop.call_soon(lambda: self._store.release(key, owner=_OWNER, dirty=True))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,9 @@ PART_ALIGNMENT = 4096
 
 PARAM = "param"
 MASTER = "master"
+RESIDUAL = "residual"
+UPPER = "upper"
+SCRATCH = "scratch"
 GRAD = "grad"
 GRAD_SUM = "grad_sum"
 
@@ -178,6 +182,7 @@ class Unit:
         held_for_backward: whether backward keeps it gathered.
         buffer: the gathered parameters, ``None`` while released.
         versions: the parameters' version counters when it was last gathered, or else at start.
+        handles: what stands for its memory in tensors that autograd has saved (``saved.py``) and has not let go.
     """
 
     index: int
@@ -191,6 +196,7 @@ class Unit:
     held_for_backward: bool = False
     buffer: torch.Tensor | None = field(default=None, repr=False)
     versions: list[int] = field(default_factory=list, repr=False)
+    handles: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False)
 
     @property
     def slots(self) -> Iterator[Slot]:

@@ -8,20 +8,24 @@ for, at full precision (master weights where there are any); iterating over its 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from infinity.engine.optimizer import PartState
-from infinity.engine.unit import MASTER, PARAM, Part, Slot, state_kind
+from infinity.engine.formats import FormatOf
+from infinity.engine.states import StateFormatOf, exact_states
+from infinity.engine.substep import PartState
+from infinity.engine.unit import PARAM, Part, Slot, state_kind
 from infinity.store.loop import LoopThread
 from infinity.store.pool import Lease
-from infinity.store.shard import ShardKey
 from infinity.store.store import TieredStore
 
 _OWNER = "reader"
+
+T = TypeVar("T")
 
 
 class WeightReader:
@@ -31,13 +35,26 @@ class WeightReader:
         loop: the loop thread.
         store: the shards.
         parts: all parts.
-        has_master: whether stepped parts have master weights.
+        format_of: how the weights of each part are stored.
+        state_format_of: how its optimizer states are.
+        settled: returns when no step is under way.
     """
 
-    def __init__(self, loop: LoopThread, store: TieredStore, parts: Sequence[Part], *, has_master: bool) -> None:
+    def __init__(
+        self,
+        loop: LoopThread,
+        store: TieredStore,
+        parts: Sequence[Part],
+        *,
+        format_of: FormatOf,
+        state_format_of: StateFormatOf = exact_states,
+        settled: Callable[[], None] = lambda: None,
+    ) -> None:
         self._loop = loop
         self._store = store
-        self._has_master = has_master
+        self._format_of = format_of
+        self._state_format_of = state_format_of
+        self._settled = settled
         self._places: dict[nn.Parameter, tuple[Part, Slot]] = {
             slot.param: (part, slot) for part in parts for slot in part.slots
         }
@@ -56,10 +73,11 @@ class WeightReader:
             StorageError: its shard could not be read.
         """
         part, slot = self._places[param]
-        kind, dtype = PARAM, part.compute_dtype
-        if full and self._has_master and part.stepped:
-            kind, dtype = MASTER, part.step_dtype
-        return self._copy(part, slot, part.key(kind), dtype)
+        self._settled()
+        shelf = _PartShelf(self._loop, self._store, part)
+        if full:
+            return self._format_of(part).read(part, slot, shelf)
+        return shelf.look(PARAM, lambda shard: slot.view(shard.view(part.compute_dtype)).clone())
 
     def read_state(self, param: nn.Parameter, state_of: Callable[[Part], PartState]) -> dict[str, Any]:
         """A copy of the optimizer's state of a parameter, on the CPU; empty before its first step.
@@ -71,27 +89,45 @@ class WeightReader:
         Raises:
             StorageError: a shard could not be read.
         """
+        self._settled()
         part, slot = self._places[param]
         position, state = part.slots.index(slot), state_of(part)
         small = {
             name: value.clone() if isinstance(value, torch.Tensor) else value
             for name, value in state.small.get(position, {}).items()
         }
+        shelf = _PartShelf(self._loop, self._store, part)
         shards = {
-            name: self._copy(part, slot, part.key(state_kind(name)), dtype)
+            name: shelf.look(
+                state_kind(name), functools.partial(self._state_format_of(part, dtype).copy, part, position)
+            )
             for name, (dtype, positions) in state.shards.items()
             if position in positions
         }
         return {**small, **shards}
 
-    def _copy(self, part: Part, slot: Slot, key: ShardKey, dtype: torch.dtype) -> torch.Tensor:
+
+class _PartShelf:
+    """A part's shards, seen from the training thread: one is pinned at a time."""
+
+    def __init__(self, loop: LoopThread, store: TieredStore, part: Part) -> None:
+        self._loop = loop
+        self._store = store
+        self._part = part
+
+    def __contains__(self, kind: str) -> bool:
+        return self._part.key(kind) in self._store
+
+    def look(self, kind: str, take: Callable[[torch.Tensor], T]) -> T:
+        key = self._part.key(kind)
+
         def release(fetched: concurrent.futures.Future[Lease]) -> None:
             if not fetched.cancelled() and fetched.exception() is None:
                 self._loop.call_soon(lambda: self._store.release(key, owner=_OWNER))
 
         fetched = self._loop.submit(self._store.fetch(key, owner=_OWNER))
         try:
-            return slot.view(self._loop.wait(fetched).tensor.view(dtype)).clone()
+            return take(self._loop.wait(fetched).tensor)
         finally:
             fetched.add_done_callback(release)  # also when the wait was interrupted
 

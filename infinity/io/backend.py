@@ -23,6 +23,7 @@ Concurrent transfers on disjoint byte ranges of one file are independent. Overla
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,24 @@ class Transfer:
     file: File
     offset: int
     buffer: memoryview
+
+
+@dataclass(slots=True)
+class Timing:
+    """When the bytes of a request were moving: given to ``read_many`` or ``write_many``, which fill it in.
+
+    Attributes:
+        start_seconds: when the first of its blocks was taken off the queue (``time.perf_counter``); infinite before.
+        end_seconds: when the last of them had moved.
+    """
+
+    start_seconds: float = math.inf
+    end_seconds: float = -math.inf
+
+    def add(self, start_seconds: float, end_seconds: float) -> None:
+        """A block was moving from then to then."""
+        self.start_seconds = min(self.start_seconds, start_seconds)
+        self.end_seconds = max(self.end_seconds, end_seconds)
 
 
 @dataclass(slots=True)
@@ -125,11 +144,15 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    async def read_many(self, transfers: Sequence[Transfer], *, priority: Priority = Priority.DEMAND) -> None:
+    async def read_many(
+        self, transfers: Sequence[Transfer], *, priority: Priority = Priority.DEMAND, timing: Timing | None = None
+    ) -> None:
         """``read_into`` for several pieces at once; ends when all have ended, raises the first error among them."""
 
     @abstractmethod
-    async def write_many(self, transfers: Sequence[Transfer], *, priority: Priority = Priority.BACKGROUND) -> None:
+    async def write_many(
+        self, transfers: Sequence[Transfer], *, priority: Priority = Priority.BACKGROUND, timing: Timing | None = None
+    ) -> None:
         """``write_from`` for several pieces at once; ends when all have ended, raises the first error among them."""
 
     @abstractmethod

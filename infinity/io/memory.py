@@ -4,6 +4,10 @@ Why not ``torch.empty``: its addresses are not page aligned (O_DIRECT refuses th
 cost up to half the disk's bandwidth and five times the CPU per byte (measured; direct I/O pins every page of every
 request). Why not ``pin_memory()``: it rounds sizes up to a power of two and caches what it frees.
 
+To lie on a huge page's boundary, a mapping takes up to 2 MiB more of addresses, never of memory: nobody touches the
+rest, and it is barred from huge pages, as are small mappings. Else, where the system gives huge pages to everybody
+(``always`` in ``transparent_hugepage/enabled``), a touch nearby would fill 2 MiB across the border.
+
 The memory lives as long as the tensor or any view of it does: ``torch.frombuffer`` keeps the map alive, and the map is
 never closed by hand, so that a view held too long is a leak and not a crash.
 """
@@ -19,10 +23,13 @@ import weakref
 import numpy as np
 import torch
 
+from infinity.io.numa import ANYWHERE, Placement
+
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
+_MADV_NOHUGEPAGE: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap does not name it
 
 
@@ -31,13 +38,16 @@ def round_up(num_bytes: int, alignment: int) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-def allocate(num_bytes: int, *, pin: bool = False, populate: bool = True) -> torch.Tensor:
+def allocate(
+    num_bytes: int, *, pin: bool = False, populate: bool = True, placement: Placement = ANYWHERE
+) -> torch.Tensor:
     """Allocate host memory for direct I/O.
 
     Args:
         num_bytes: how many bytes; a multiple of ``PAGE_BYTES`` and not zero.
         pin: register the memory with the accelerator's runtime, for asynchronous copies.
         populate: make every page present now; else pages come at the first touch, and the call costs microseconds.
+        placement: which of the machine's memory nodes to ask for.
 
     Returns:
         A ``uint8`` tensor of shape ``(num_bytes,)``, page aligned (2 MiB aligned from 2 MiB on), zeroed.
@@ -56,10 +66,13 @@ def allocate(num_bytes: int, *, pin: bool = False, populate: bool = True) -> tor
         raise MemoryError(f"cannot map {num_bytes} bytes of host memory: {error.strerror}") from error
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE_BYTES if huge else 0
-    if huge and _MADV_HUGEPAGE is not None:
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        if _MADV_NOHUGEPAGE is not None:
+            memory.madvise(_MADV_NOHUGEPAGE)
+        if huge and _MADV_HUGEPAGE is not None:
             memory.madvise(_MADV_HUGEPAGE, start, num_bytes)
     tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=num_bytes)
+    placement.place(tensor.data_ptr(), num_bytes)
     if populate:
         try:
             memory.madvise(_MADV_POPULATE_WRITE, start, num_bytes)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from infinity.errors import EngineStateError, StorageError, storage_error
-from infinity.io.backend import DIRECT_ALIGNMENT, Backend, File, IOStatistics, Priority, Transfer
+from infinity.io.backend import DIRECT_ALIGNMENT, Backend, File, IOStatistics, Priority, Timing, Transfer
 from infinity.io.bell import Bell
 from infinity.io.completion import Completion, InFlight
 from infinity.io.files import Descriptors, QueuedFile
@@ -32,8 +32,6 @@ from infinity.io.syscalls import Syscalls
 T = TypeVar("T")
 
 _MAX_MOVED = 1024
-
-_Place = tuple[File, int, memoryview]
 
 
 class QueuedBackend(Backend):
@@ -102,21 +100,25 @@ class QueuedBackend(Backend):
         self, file: File, offset: int, buffer: memoryview, *, priority: Priority = Priority.DEMAND
     ) -> None:
         """One request of one transfer."""
-        await self._transfer(((file, offset, buffer),), write=False, priority=priority)
+        await self._transfer([Transfer(file, offset, buffer)], write=False, priority=priority)
 
     async def write_from(
         self, file: File, offset: int, buffer: memoryview, *, priority: Priority = Priority.BACKGROUND
     ) -> None:
         """One request of one transfer."""
-        await self._transfer(((file, offset, buffer),), write=True, priority=priority)
+        await self._transfer([Transfer(file, offset, buffer)], write=True, priority=priority)
 
-    async def read_many(self, transfers: Sequence[Transfer], *, priority: Priority = Priority.DEMAND) -> None:
+    async def read_many(
+        self, transfers: Sequence[Transfer], *, priority: Priority = Priority.DEMAND, timing: Timing | None = None
+    ) -> None:
         """One request of many transfers; an error drops what was not begun."""
-        await self._transfer(map(_place, transfers), write=False, priority=priority)
+        await self._transfer(transfers, write=False, priority=priority, timing=timing)
 
-    async def write_many(self, transfers: Sequence[Transfer], *, priority: Priority = Priority.BACKGROUND) -> None:
+    async def write_many(
+        self, transfers: Sequence[Transfer], *, priority: Priority = Priority.BACKGROUND, timing: Timing | None = None
+    ) -> None:
         """One request of many transfers; an error drops what was not begun."""
-        await self._transfer(map(_place, transfers), write=True, priority=priority)
+        await self._transfer(transfers, write=True, priority=priority, timing=timing)
 
     async def fsync(self, file: File) -> None:
         """Queued as background work: a flush never holds up a read that waits."""
@@ -202,10 +204,10 @@ class QueuedBackend(Backend):
         file.check_open()
         return file
 
-    def _pieces(self, places: Iterable[_Place], *, write: bool) -> list[Piece]:
+    def _pieces(self, transfers: Iterable[Transfer], *, write: bool) -> list[Piece]:
         pieces = []
-        for file, offset, view in places:
-            own = self._own(file)
+        for each in transfers:
+            own, offset, view = self._own(each.file), each.offset, each.buffer
             if offset < 0:
                 raise ValueError(f"offset in {own.path}: expected 0 or more, got {offset}")
             if not view.c_contiguous or (view.readonly and not write):
@@ -215,12 +217,14 @@ class QueuedBackend(Backend):
                 pieces.append(Piece(own, offset, flat, address_of(flat)))
         return pieces
 
-    async def _transfer(self, places: Iterable[_Place], *, write: bool, priority: Priority) -> None:
+    async def _transfer(
+        self, transfers: Iterable[Transfer], *, write: bool, priority: Priority, timing: Timing | None = None
+    ) -> None:
         self._admit()
-        pieces = self._pieces(places, write=write)
+        pieces = self._pieces(transfers, write=write)
         if not pieces:
             return
-        request = Transfers(pieces, write=write, priority=priority)
+        request = Transfers(pieces, write=write, priority=priority, timing=timing)
         for piece in pieces:
             piece.file.in_flight.begin()
         try:
@@ -287,6 +291,7 @@ class QueuedBackend(Backend):
         ended = self._queue.complete(block)
         block.error = None  # raised where it is awaited, it would keep that frame and its buffers
         if isinstance(block, TransferBlock):
+            block.time(now)
             self._moved.append((block.write, block.moved_bytes, now - block.started))
             if block.bounced_bytes or block.cached_bytes:
                 extra = self._statistics.extra
@@ -382,10 +387,6 @@ class QueuedBackend(Backend):
             raise storage_error(
                 "preallocate", error, path=file.path, expected_bytes=size_bytes, got_bytes=former_bytes
             ) from error
-
-
-def _place(transfer: Transfer) -> _Place:
-    return transfer.file, transfer.offset, transfer.buffer
 
 
 def without_frames(error: BaseException) -> BaseException:

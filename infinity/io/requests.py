@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from infinity.errors import ShortTransferError, storage_error
-from infinity.io.backend import DIRECT_ALIGNMENT, Priority
+from infinity.io.backend import DIRECT_ALIGNMENT, Priority, Timing
 from infinity.io.completion import Completion
 from infinity.io.files import QueuedFile
 
@@ -117,6 +117,12 @@ class TransferBlock:
     cached_bytes: int = 0
     error: BaseException | None = None
 
+    def time(self, now: float) -> None:
+        """Tell the requests that want to know that the block moved until ``now``."""
+        for segment in self.segments:
+            if (timing := segment.request.timing) is not None:
+                timing.add(self.started, now)
+
     def views(self, start: int, num_bytes: int) -> list[memoryview]:
         """The callers' memory for ``num_bytes`` bytes of the block, from its byte ``start`` on."""
         if len(self.segments) == 1:
@@ -187,12 +193,22 @@ class Call(Request, Generic[T]):
 
 
 class Transfers(Request):
-    """A cursor over the bytes of one batch, in the order of its files."""
+    """A cursor over the bytes of one batch, in the order of its files.
 
-    __slots__ = ("_index", "_pieces", "_start", "again", "failed")
+    Args:
+        pieces: the transfers, of at least one byte each.
+        write: memory to file, or file to memory.
+        priority: before or behind whom it stands.
+        timing: told when its blocks were moving.
+    """
 
-    def __init__(self, pieces: Sequence[Piece], *, write: bool, priority: Priority) -> None:
+    __slots__ = ("_index", "_pieces", "_start", "again", "failed", "timing")
+
+    def __init__(
+        self, pieces: Sequence[Piece], *, write: bool, priority: Priority, timing: Timing | None = None
+    ) -> None:
         super().__init__(write=write, priority=priority)
+        self.timing = timing
         self.again: deque[Segment] = deque()
         self.failed: Segment | None = None
         if len(pieces) > 1:

@@ -18,6 +18,7 @@ import torch
 
 from infinity.io.backend import Priority
 from infinity.io.memory import allocate
+from infinity.io.numa import ANYWHERE, Placement
 from infinity.io.tasks import gather_all
 from infinity.store.pool import BufferPool, Lease, StreamEvent
 from infinity.store.residency import Residency
@@ -103,14 +104,31 @@ class DeviceTier(ABC):
 
 
 class ArenaDevice(DeviceTier):
-    """The CPU's device tier: bounded host memory."""
+    """The CPU's device tier: bounded host memory.
+
+    Args:
+        budget_bytes: as for ``DeviceTier``; ``store``, ``distance`` and ``poison`` too.
+        placement: on which node its memory is to be.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        store: TieredStore,
+        *,
+        distance: Callable[[int], float],
+        poison: bool = False,
+        placement: Placement = ANYWHERE,
+    ) -> None:
+        self._placement = placement
+        super().__init__(budget_bytes, store, distance=distance, poison=poison)
 
     def compute_event(self) -> StreamEvent | None:
         """Nothing: CPU kernels have ended when their call returns."""
         return None
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
-        return allocate(num_bytes, populate=False)
+        return allocate(num_bytes, populate=False, placement=self._placement)
 
     async def _fill(self, unit: int, lease: Lease, priority: Priority) -> None:
         target = lease.tensor

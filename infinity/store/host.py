@@ -11,6 +11,7 @@ import torch
 
 from infinity.io.completion import InFlight
 from infinity.io.memory import allocate
+from infinity.io.numa import ANYWHERE, Placement
 from infinity.store.pool import BufferPool
 from infinity.store.residency import Fill, Residency, Spill
 from infinity.store.shard import ShardKey
@@ -25,9 +26,10 @@ class HostTier:
         distance: how far away a shard's next use is.
         fill: brings a shard in from the tier below.
         spill: writes a shard to the tier below; ``None`` when there is none.
-        headroom_bytes: how much to keep free or clean by writing ahead of need.
+        on_room: told, once per turn of the loop at most, that a prefetch which found no room may find some now.
         pin: register the memory with the accelerator's runtime.
         poison: fill released memory with NaN.
+        placement: on which node its memory is to be.
     """
 
     def __init__(
@@ -37,14 +39,17 @@ class HostTier:
         distance: Callable[[ShardKey], float],
         fill: Fill[ShardKey],
         spill: Spill[ShardKey] | None,
-        headroom_bytes: Callable[[], int],
+        on_room: Callable[[], None] = lambda: None,
         pin: bool,
         poison: bool,
+        placement: Placement = ANYWHERE,
     ) -> None:
         # Pages come at the first touch, on the thread that touches: mapping must not block the loop.
-        self.pool = BufferPool("ram", budget_bytes, lambda size: allocate(size, pin=pin, populate=pin), poison=poison)
+        self.pool = BufferPool(
+            "ram", budget_bytes, lambda size: allocate(size, pin=pin, populate=pin, placement=placement), poison=poison
+        )
         self.residency: Residency[ShardKey] = Residency(
-            self.pool, distance=distance, fill=fill, spill=spill, headroom_bytes=headroom_bytes
+            self.pool, distance=distance, fill=fill, spill=spill, room=on_room
         )
         self._copier = ThreadPoolExecutor(1, "infinity-copy")
         self._copies = InFlight()

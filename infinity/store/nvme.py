@@ -31,19 +31,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from infinity.config import BackendName
 from infinity.errors import BudgetError, ConfigError, EngineStateError, StorageError
-from infinity.io.backend import DIRECT_ALIGNMENT, IOStatistics, Priority, Transfer
+from infinity.io.backend import DIRECT_ALIGNMENT, IOStatistics, Priority, Timing, Transfer
 from infinity.io.completion import InFlight
 from infinity.io.open import Choice
 from infinity.io.open import open_backend as _open_backend
 from infinity.io.tasks import gather_all
 from infinity.store.shard import Extent, ShardKey
 from infinity.store.volumes import OpenBackend, Volume, Volumes
-from infinity.trace import TierUsage
+from infinity.trace import READ, WRITE, TierUsage, TransferObserver
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -60,8 +61,9 @@ class _Shard:
 class NvmeTier:
     """Shards on NVMe; made by ``NvmeTier.open``. What it guarantees stands at the head of this file."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, observe: TransferObserver | None = None) -> None:
         self._capacity_bytes = capacity_bytes
+        self._observe = observe
         self._used_bytes = 0
         self._peak_bytes = 0
         self._volumes = Volumes()
@@ -80,6 +82,7 @@ class NvmeTier:
         block_bytes: int,
         weights: Sequence[float] | None = None,
         rank: int = 0,
+        observe: TransferObserver | None = None,
         open_backend: OpenBackend = _open_backend,
     ) -> NvmeTier:
         """Make a job directory below each of ``paths``, and in each a file for its share of ``capacity_bytes``.
@@ -92,6 +95,7 @@ class NvmeTier:
             block_bytes: largest single system call.
             weights: relative speeds of the directories, positive, one each; ``None`` to measure those of several.
             rank: rank of this process; ranks may share paths.
+            observe: told of each shard that was written or read, on the loop.
             open_backend: opens the backend of one directory.
 
         Raises:
@@ -105,7 +109,7 @@ class NvmeTier:
             raise ConfigError("nvme: expected at least one directory for the NVMe tier, got none")
         if weights is not None and len(weights) != len(paths):
             raise ConfigError(f"nvme_weights: expected one for each of {len(paths)} directories, got {len(weights)}")
-        tier = cls(capacity_bytes)
+        tier = cls(capacity_bytes, observe)
         try:
             await tier._volumes.open(
                 paths,
@@ -150,10 +154,13 @@ class NvmeTier:
         shard.writing = True
         try:
             with self._doing(f"write of {key}"):
+                timings, begun = [Timing() for _ in shard.extents], time.perf_counter()
                 await gather_all(
-                    volume.backend.write_many(batch, priority=priority) for volume, batch in _batches(shard, source)
+                    volume.backend.write_many(batch, priority=priority, timing=timing)
+                    for (volume, batch), timing in zip(_batches(shard, source), timings, strict=True)
                 )
             shard.readable = True
+            self._report(WRITE, key, shard.num_bytes, begun, timings)
         finally:
             shard.writing = False
             if not shard.readable:
@@ -185,9 +192,12 @@ class NvmeTier:
         shard.num_reads += 1
         try:
             with self._doing(f"read of {key}"):
+                timings, begun = [Timing() for _ in shard.extents], time.perf_counter()
                 await gather_all(
-                    volume.backend.read_many(batch, priority=priority) for volume, batch in _batches(shard, target)
+                    volume.backend.read_many(batch, priority=priority, timing=timing)
+                    for (volume, batch), timing in zip(_batches(shard, target), timings, strict=True)
                 )
+            self._report(READ, key, shard.num_bytes, begun, timings)
         finally:
             shard.num_reads -= 1
 
@@ -278,6 +288,13 @@ class NvmeTier:
                 error.message = f"{action}: {error.message}"
                 error.args = (error.message,)
                 raise
+
+    def _report(self, route: str, key: ShardKey, num_bytes: int, begun: float, timings: Sequence[Timing]) -> None:
+        """Say that a shard was moved: from the first block that any directory took to the last one moved."""
+        if self._observe is not None:
+            start = min(timing.start_seconds for timing in timings)
+            end = max(timing.end_seconds for timing in timings)
+            self._observe(route, key, start, end, num_bytes=num_bytes, queued_seconds=start - begun)
 
     def _replace(self, key: ShardKey, num_bytes: int) -> _Shard:
         """Give ``key`` extents for ``num_bytes`` instead of those it has."""

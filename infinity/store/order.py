@@ -6,6 +6,11 @@ this key (to evict what is farthest: Belady's rule, IBM Systems Journal 5(2), 19
 
 A wrong prediction costs speed and never correctness: an access that was not expected moves the cursor to its next
 occurrence, or leaves it where it is when the access is unknown.
+
+Optimizer steps run beside training at a pace of their own: under backward, or under the next forward, as fast as the
+disk brings what they need. Their place among training's accesses varies from cycle to cycle, so they have no place in
+the order. A cycle of training's accesses is a lap of a clock instead, and what recurs once per lap is expected one lap
+after it last happened (``Recurrence``).
 """
 
 from __future__ import annotations
@@ -13,7 +18,9 @@ from __future__ import annotations
 import enum
 import math
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 _MAX_RECORDED = 1 << 18
@@ -29,12 +36,10 @@ class Use(enum.Enum):
     """A unit's parameters are gathered."""
     GRADIENT = "gradient"
     """Gradients of a part arrive."""
-    STEP = "step"
-    """The optimizer steps a sub-group."""
 
 
 class Access(NamedTuple):
-    """One event in the order: what is done, and to which unit, part or sub-group."""
+    """One event in the order: what is done, and to which unit or part."""
 
     use: Use
     where: int
@@ -45,6 +50,10 @@ class AccessOrder:
 
     Args:
         keys_of: the keys that an access touches; a key's distance is that of the nearest access touching it.
+
+    Attributes:
+        now: the clock: how far training has come, in accesses of complete laps and of this one.
+        num_surprises: how many accesses were not the next ones.
     """
 
     def __init__(self, keys_of: Callable[[Access], Iterable[Hashable]]) -> None:
@@ -53,10 +62,16 @@ class AccessOrder:
         self._positions: dict[Hashable, list[int]] = {}
         self._recorded: list[Access] = []
         self._cursor = 0
+        self.now = 0
         self.num_surprises = 0
 
     def __len__(self) -> int:
         return len(self._accesses)
+
+    @property
+    def num_left(self) -> int:
+        """How many accesses are expected in the rest of this cycle; none once it has come round to its start."""
+        return len(self._accesses) - self._cursor if self._cursor or not self._recorded else 0
 
     def adopt(self, accesses: Iterable[Access]) -> None:
         """Take ``accesses`` as the prediction for the cycle that starts now."""
@@ -73,6 +88,7 @@ class AccessOrder:
     def end_cycle(self) -> None:
         """The cycle is complete: what was recorded predicts the next. An empty recording predicts nothing new."""
         recorded, self._recorded = self._recorded, []
+        self.now += -self._cursor % max(len(self._accesses), 1)
         if recorded:
             self.adopt(recorded)
         else:
@@ -91,6 +107,7 @@ class AccessOrder:
         if distance != 0:
             self.num_surprises += 1
         if math.isfinite(distance):
+            self.now += int(distance) + 1
             self._cursor = (self._cursor + int(distance) + 1) % max(len(self._accesses), 1)
 
     def distance(self, key: Hashable) -> float:
@@ -108,3 +125,43 @@ class AccessOrder:
         accesses, cursor = self._accesses, self._cursor
         yield from accesses[cursor:]
         yield from accesses[:cursor]
+
+
+class Recurrence:
+    """What happens once per lap of an order's clock, beside the order: when each is due, and who is due next.
+
+    Args:
+        order: whose clock it follows.
+        expected: what is expected at first, with its time in the lap, soonest first.
+    """
+
+    _TICK = 1e-6
+
+    def __init__(self, order: AccessOrder, expected: Iterable[tuple[int, float]]) -> None:
+        self._order = order
+        self._due: OrderedDict[int, float] = OrderedDict(expected)
+        self._last = 0.0
+
+    def happened(self, what: int) -> None:
+        """It happened now, and is due again in a lap: after all that happened before it, at the same time too."""
+        self._last = max(float(self._order.now), self._last + self._TICK)
+        self._due[what] = self._last + len(self._order)
+        self._due.move_to_end(what)
+
+    def end_lap(self) -> None:
+        """A lap is over: what was left out of it is expected in the next."""
+        lap = len(self._order)
+        left_out = [what for what, due in self._due.items() if due < self._order.now - lap / 2]
+        if left_out and lap:
+            for what in left_out:
+                self._due[what] += lap
+            self._due = OrderedDict(sorted(self._due.items(), key=itemgetter(1)))
+
+    def distance(self, what: int) -> float:
+        """How far away it is, in accesses; 0 if it is late, infinite if nothing is known of it."""
+        due = self._due.get(what)
+        return math.inf if due is None else max(due - self._order.now, 0.0)
+
+    def upcoming(self) -> Iterator[int]:
+        """All of them, in the order in which they are expected. The next may happen while this is iterated."""
+        return iter(list(self._due))

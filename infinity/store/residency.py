@@ -9,40 +9,47 @@ One ``Residency`` serves host memory (shards, written back to NVMe when they lea
 
 Guarantees
     * A pinned resident stays. An unpinned one may leave at any time.
-    * Who must leave is whoever is needed last by the recorded order (Belady's rule); a prefetch evicts only what is
-      needed later than itself, and nothing that is dirty.
-    * Dirty residents that would have to leave soon are written ahead of need, so that a demand rarely waits for a
-      write; if everything fits, nothing is ever written.
+    * Who must leave is whoever is needed last by the recorded order (Belady's rule), clean or dirty. A prefetch makes
+      room only of what is needed later than itself; what is dirty of that it has written, to find room another time.
+    * Nothing is written but to make room for somebody sooner. So while everything fits nothing ever is, and what stays
+      until its next use is not written in between.
+    * A write that a demand waits for goes before all prefetches, and all that it needs begin at once.
     * A failed fill leaves nothing resident; a failed write leaves the resident dirty and readable, and the error goes
       to the demand that needs the room.
     * While a demand waits for room, no prefetch takes any.
-    * A cancelled wait loses nothing: fills and writes are tasks of this class, joined in ``close``.
+    * A cancelled wait loses nothing: movements (``moving.py``) are joined in ``close``.
 
-``owner`` names who pins (training, optimizer, ...), and is one thread of control: an owner that waits for room releases
-nothing meanwhile. A demand that finds nothing on the move, and everything pinned by owners that wait, would wait for
-ever; it raises ``BudgetError`` instead.
+Why the distance alone decides, and not what leaving costs, though a dirty resident is written and read again and a
+clean one only read: with shards of one size this reads the fewest bytes that can be read, and what is written is read
+again, so no policy moves less than half of it (``tests/test_residency_optimum.py``). Finding the least is NP-hard
+(Beckmann et al., Writeback-Aware Caching, 2020), and on training's orders little is left to find (``optimum.py``).
 
-Everything here belongs to the loop thread. The caller orders the calls for one key: nobody changes or discards what
-another holds, nor holds a resident to change it during a ``flush``.
+Rejected: writing ahead until a fixed amount is clean or free (whatever is kept clean is written once per cycle although
+it stays); taking a nearer clean one because that is quick (it is read back sooner, and the dirty ones are left over).
+
+``owner`` names who pins, and is one thread of control: who waits for room releases nothing meanwhile. A demand that
+finds nothing on the move, and all pinned by owners that wait, raises ``BudgetError`` instead of waiting for ever.
+
+All belongs to the loop thread. The caller orders the calls for one key: nobody changes or discards what another holds,
+nor holds a resident to change it during a ``flush``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, Generic
+import time
+from collections.abc import Callable
+from typing import Generic
 
-from infinity.errors import BudgetError, EngineStateError
+from infinity.errors import EngineStateError
 from infinity.io.backend import Priority
 from infinity.io.tasks import gather_all
+from infinity.store.moving import Fill, Movements, Spill, raise_failed, written
 from infinity.store.pool import BufferPool, Lease, StreamEvent, lease_bytes
 from infinity.store.resident import K, Leavers, ResidencyStatistics, Resident, State
-from infinity.store.waiting import Demands, too_small
+from infinity.store.waiting import Demands, Notice, too_small
 
 __all__ = ["Fill", "Residency", "ResidencyStatistics", "Spill", "State"]
-
-Fill = Callable[[K, Lease, Priority], Coroutine[Any, Any, None]]
-Spill = Callable[[K, Lease], Coroutine[Any, Any, None]]
 
 
 class Residency(Generic[K]):
@@ -50,10 +57,10 @@ class Residency(Generic[K]):
 
     Args:
         pool: the memory and its budget.
-        distance: how far away the next use of a key is (``AccessOrder.distance``).
+        distance: how far away the next use of a key is.
         fill: brings a key's bytes into a lease.
-        spill: writes a key's bytes to the tier below; ``None`` where residents are never dirty or have nowhere to go.
-        headroom_bytes: how much to keep free or clean by writing ahead, asked anew each time.
+        spill: writes them to the tier below; ``None`` where residents are never dirty or have nowhere to go.
+        room: told, once per turn of the loop at most, that a prefetch which found no room may find some now.
     """
 
     def __init__(
@@ -63,19 +70,16 @@ class Residency(Generic[K]):
         distance: Callable[[K], float],
         fill: Fill[K],
         spill: Spill[K] | None = None,
-        headroom_bytes: Callable[[], int] = lambda: 0,
+        room: Callable[[], None] = lambda: None,
     ) -> None:
         self.pool = pool
         self.statistics = ResidencyStatistics()
         self._distance = distance
-        self._fill = fill
-        self._spill = spill
-        self._headroom_bytes = headroom_bytes
         self._residents: dict[K, Resident[K]] = {}
         self._leavers: Leavers[K] = Leavers(distance, dirty=spill is not None)
-        self._writing_bytes = 0
+        self._moving: Movements[K] = Movements(fill, spill, begun=self._rank, ended=self._has_moved)
         self._demands = Demands(pool)
-        self._write_ahead_failed = False
+        self._room = Notice(lambda: None if self._closed else room())
         self._closed = False
 
     def __contains__(self, key: K) -> bool:
@@ -83,8 +87,7 @@ class Residency(Generic[K]):
 
     def state_of(self, key: K) -> State | None:
         """The state of a resident, or ``None``."""
-        resident = self._residents.get(key)
-        return None if resident is None else resident.state
+        return self._residents[key].state if key in self._residents else None
 
     async def fetch(
         self, key: K, num_bytes: int, *, owner: str, update: bool = False, priority: Priority = Priority.DEMAND
@@ -106,11 +109,11 @@ class Residency(Generic[K]):
         hit = key in self._residents
         while True:
             self._check_open()
-            resident = self._residents.get(key)
+            resident = self._find(key)
             if resident is None:
                 lease = await self._make_room(key, num_bytes, owner)
                 if lease is not None:
-                    self._start_fill(key, lease, priority)
+                    self._fill(key, lease, priority)
             elif resident.state is State.FILLING or (update and resident.state is State.WRITING):
                 await self._join(resident)
                 if resident.error is not None:
@@ -121,18 +124,42 @@ class Residency(Generic[K]):
                 self.statistics.num_misses += not hit
                 return resident.lease
 
-    def prefetch(self, key: K, num_bytes: int, *, priority: Priority = Priority.PREFETCH) -> bool:
+    def prefetch(
+        self, key: K, num_bytes: int, *, displace: bool = True, priority: Priority = Priority.PREFETCH
+    ) -> bool:
         """Start to bring ``key`` in if that takes nothing from anyone sooner; never waits.
+
+        Args:
+            key: what to bring in.
+            num_bytes: its size.
+            displace: whether it may take the place of what is needed later, or have it written so that another try
+                may, after ``room``; else it takes only free memory.
+            priority: of the transfer, if there is one.
 
         Returns:
             Whether it is resident or on its way.
         """
-        if key in self._residents:
+        if self._find(key) is not None:
             return True
-        lease = self._room_for_prefetch(key, num_bytes)
+        lease = self._room_ahead(key, num_bytes, displace=displace)
         if lease is None:
             return False
-        self._start_fill(key, lease, priority)
+        self._fill(key, lease, priority)
+        return True
+
+    def prepare(self, key: K, num_bytes: int) -> bool:
+        """Take memory ahead for a key that will be reserved soon, as a prefetch does for one that will be fetched.
+
+        Returns:
+            Whether it has memory.
+        """
+        if key in self._residents:
+            return True
+        lease = self._room_ahead(key, num_bytes, displace=True)
+        if lease is None:
+            return False
+        resident = self._residents[key] = Resident(key, lease, State.CLEAN, void=True)
+        self._rank(resident)
         return True
 
     async def reserve(self, key: K, num_bytes: int, *, owner: str) -> Lease:
@@ -180,7 +207,6 @@ class Residency(Generic[K]):
         if after is not None:
             resident.after = after
         self._settle_down(resident)
-        self._write_ahead()
 
     def release_all(self, *, owner: str) -> None:
         """Unpin everything that ``owner`` holds; for cleaning up after an interrupted operation."""
@@ -189,13 +215,14 @@ class Residency(Generic[K]):
                 self._settle_down(resident)
 
     async def discard(self, key: K) -> None:
-        """Let ``key`` go without writing it; its bytes are void. Nothing happens when it is not resident."""
+        """Let ``key`` go without writing it, if it is resident; its bytes are void."""
         while (resident := self._residents.get(key)) is not None:
             if resident.task is not None:
                 await asyncio.wait([resident.task])
                 continue
             assert not resident.held, f"{key} discarded while in use by {dict(resident.pins)}"
             self._remove(resident)
+            self._tell_room()
 
     async def settle(self) -> None:
         """Wait until nothing is on its way in. Errors are left to whoever fetches next."""
@@ -213,23 +240,22 @@ class Residency(Generic[K]):
         Raises:
             StorageError: the first write that failed; what it held stays dirty and readable.
         """
-        if self._spill is None:
+        if not self._moving.can_write:
             return
         tasks = []
         for resident in self._residents.values():
             if resident.state is State.DIRTY:
-                tasks.append(self._start_write(resident))
+                tasks.append(self._moving.write(resident, Priority.BACKGROUND))
             elif resident.state is State.WRITING and resident.task is not None:
                 tasks.append(resident.task)
-        await gather_all(_written(task) for task in tasks)
+        await gather_all(written(task) for task in tasks)
 
     async def close(self) -> None:
         """Cancel and join what is on the move, then give every lease back. Closing twice is harmless.
 
         Whoever still waits in here gets an ``EngineStateError``. A cancelled call ends only when all of this is done.
         """
-        self._closed = True
-        cancelled = False
+        self._closed, cancelled = True, False
         for resident in self._residents.values():
             if resident.task is not None:
                 resident.task.cancel()
@@ -243,46 +269,77 @@ class Residency(Generic[K]):
         if cancelled:
             raise asyncio.CancelledError
 
-    # Room
+    def _find(self, key: K) -> Resident[K] | None:
+        """The resident with the bytes of ``key``; memory that was only prepared for it is given up."""
+        resident = self._residents.get(key)
+        if resident is not None and resident.void and not resident.held:
+            self._remove(resident)
+            return None
+        return resident
 
     async def _make_room(self, key: K, num_bytes: int, owner: str) -> Lease | None:
         """Memory for a demand; ``None`` if ``key`` has become resident in the meantime."""
         if lease_bytes(num_bytes) > self.pool.budget_bytes:
-            raise self._too_small(key, num_bytes)
-        with self._demands.enter(owner, num_bytes):
-            while key not in self._residents:
-                self._check_open()
-                lease = self.pool.acquire_nowait(num_bytes)
-                if lease is not None:
-                    return lease
-                victim = self._leavers.needed_last()
-                if victim is None:
-                    if self._stuck():
-                        raise self._too_small(key, num_bytes)
-                    await self._demands.change()
-                elif victim.state is State.CLEAN:
-                    self._evict(victim)
-                else:
-                    await _written(self._start_write(victim))
+            raise too_small(self.pool, key, num_bytes, self._staying())
+        writes: list[asyncio.Task[None]] = []
+        begun = time.perf_counter()
+        try:
+            with self._demands.enter(owner, num_bytes):
+                while key not in self._residents:
+                    self._check_open()
+                    lease = self.pool.acquire_nowait(num_bytes)
+                    if lease is not None:
+                        return lease
+                    raise_failed(writes)
+                    victims = self._leavers.needed_last(self._demands.missing_bytes)
+                    if not victims and self._demands.are_in_vain(self._residents.values()):
+                        raise too_small(self.pool, key, num_bytes, self._staying())
+                    if not self._clear(victims, writes):
+                        await self._demands.change()
+        finally:
+            self.statistics.room_seconds += time.perf_counter() - begun
+            self._tell_room()
         return None
 
-    def _room_for_prefetch(self, key: K, num_bytes: int) -> Lease | None:
+    def _clear(self, victims: list[Resident[K]], writes: list[asyncio.Task[None]]) -> bool:
+        """Let clean ones leave and begin to write dirty ones; whether there is more room already."""
+        writes += [
+            self._moving.write(victim, Priority.DEMAND, leaving=True)
+            for victim in victims
+            if victim.state is State.DIRTY
+        ]
+        return self._evict([victim for victim in victims if victim.state is State.CLEAN])
+
+    def _room_ahead(self, key: K, num_bytes: int, *, displace: bool) -> Lease | None:
+        """Memory for what is needed later than now, if there is some that nobody needs sooner."""
         if self._closed or self._demands:
             return None
         missing_bytes = lease_bytes(num_bytes) - self.pool.free_bytes
-        victims = self._leavers.clean_after(self._distance(key), missing_bytes) if missing_bytes > 0 else []
-        if victims is None:
+        if missing_bytes > 0 and not (displace and self._displace(self._distance(key), missing_bytes)):
             return None
-        for victim in victims:
-            self._evict(victim)
         try:
             return self.pool.acquire_nowait(num_bytes)
         except MemoryError:  # for a demand this is an error; ahead of need it is only too early
             return None
 
-    def _evict(self, resident: Resident[K]) -> None:
-        self._remove(resident)
-        self.statistics.num_evictions += 1
+    def _displace(self, distance: float, num_bytes: int) -> bool:
+        """Let those leave who are needed last, and later than ``distance``; or begin to write those that are dirty."""
+        victims = self._leavers.needed_last(num_bytes, beyond=distance)
+        if sum(victim.size_bytes for victim in victims) < num_bytes:
+            return False
+        unclean = [victim for victim in victims if victim.state is not State.CLEAN]
+        if not unclean:
+            return self._evict(victims)
+        for victim in unclean:
+            if victim.state is State.DIRTY and not self._moving.last_write_failed:
+                self._moving.write(victim, Priority.PREFETCH, leaving=True)
+        return False
+
+    def _evict(self, residents: list[Resident[K]]) -> bool:
+        for resident in residents:
+            self._remove(resident)
+        self.statistics.num_evictions += len(residents)
+        return bool(residents)
 
     def _remove(self, resident: Resident[K]) -> None:
         del self._residents[resident.key]
@@ -290,68 +347,32 @@ class Residency(Generic[K]):
         resident.lease.release(resident.after)
         self._demands.look_again()
 
-    def _stuck(self) -> bool:
-        """Whether nothing is left that could make room: all who hold memory wait for room, and none can have it."""
-        residents = self._residents.values()
-        if any(r.task is not None or r.num_joined for r in residents):
-            return False
-        waiting = self._demands.owners
-        return not self._demands.any_fits and all(owner in waiting for r in residents for owner in r.pins)
+    def _staying(self) -> list[Resident[K]]:
+        """Those that nothing can make leave."""
+        rooted = None if self._moving.can_write else State.DIRTY
+        return [resident for resident in self._residents.values() if resident.held or resident.state is rooted]
 
-    def _too_small(self, key: K, num_bytes: int) -> BudgetError:
-        rooted = State.DIRTY if self._spill is None else None
-        staying = [r for r in self._residents.values() if r.held or r.state is rooted]
-        return too_small(self.pool, str(key), num_bytes, {str(r.key): r.size_bytes for r in staying})
+    def _tell_room(self) -> None:
+        """Room may have come to be; while demands wait it is theirs."""
+        if not (self._closed or self._demands):
+            self._room.give()
 
-    # Movement
-
-    def _start_fill(self, key: K, lease: Lease, priority: Priority) -> None:
+    def _fill(self, key: K, lease: Lease, priority: Priority) -> None:
         resident = self._residents[key] = Resident(key, lease, State.FILLING)
+        self._moving.fill(resident, priority)
 
-        def end(error: BaseException | None) -> None:
-            resident.error = error
-            if error is None:
-                resident.state = State.CLEAN
-            else:
-                self._remove(resident)
-
-        self._start(resident, self._fill(key, lease, priority), end)
-
-    def _start_write(self, resident: Resident[K]) -> asyncio.Task[None]:
-        assert self._spill is not None
-
-        def end(error: BaseException | None) -> None:
-            self._writing_bytes -= resident.size_bytes
-            self._write_ahead_failed = error is not None
-            if error is None:
-                resident.state = State.CLEAN
-                self.statistics.num_write_backs += 1
-            else:
-                resident.state = State.DIRTY
-
-        resident.state = State.WRITING
-        self._writing_bytes += resident.size_bytes
-        return self._start(resident, self._spill(resident.key, resident.lease), end)
-
-    def _start(
-        self, resident: Resident[K], movement: Coroutine[Any, Any, None], end: Callable[[BaseException | None], None]
-    ) -> asyncio.Task[None]:
-        """Begin a movement. ``end`` runs before anyone who waits for the task, also if it was cancelled unbegun."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            resident.task = None
-            end(_failure(task))
+    def _has_moved(self, resident: Resident[K]) -> None:
+        self.statistics.num_write_backs = self._moving.num_written
+        if resident.error is None:
             self._settle_down(resident)
-
-        resident.task = asyncio.get_running_loop().create_task(movement)
-        resident.task.add_done_callback(ended)
-        self._rank(resident)
-        return resident.task
+        else:  # nobody is told of room: whoever tries again at once would fail again
+            self._remove(resident)
 
     async def _join(self, resident: Resident[K]) -> None:
         """Wait for a movement, holding the resident so that it cannot leave between its end and our turn."""
         assert resident.task is not None
         resident.num_joined += 1
+        self._rank(resident)
         try:
             await asyncio.wait([resident.task])
         finally:
@@ -360,6 +381,7 @@ class Residency(Generic[K]):
 
     def _pin(self, resident: Resident[K], owner: str) -> None:
         resident.pins[owner] += 1
+        resident.leaving = False
         self._rank(resident)
 
     def _settle_down(self, resident: Resident[K]) -> None:
@@ -368,33 +390,11 @@ class Residency(Generic[K]):
             self._remove(resident)
         self._rank(resident)
         self._demands.look_again()
+        self._tell_room()
 
     def _rank(self, resident: Resident[K]) -> None:
         self._leavers.update(resident, present=self._residents.get(resident.key) is resident)
 
-    def _write_ahead(self) -> None:
-        """Start to write the dirty residents needed last, until enough is free, clean or on its way out."""
-        if self._spill is None or self._write_ahead_failed:
-            return
-        ready_bytes = self.pool.free_bytes + self._leavers.clean_bytes + self._writing_bytes
-        missing_bytes = self._headroom_bytes() - ready_bytes
-        if missing_bytes > 0:
-            for resident in self._leavers.dirty_last(missing_bytes):
-                self._start_write(resident)
-
     def _check_open(self) -> None:
         if self._closed:
             raise EngineStateError(f"the {self.pool.name} tier is closed")
-
-
-def _failure(task: asyncio.Task[None]) -> BaseException | None:
-    if task.cancelled():
-        return EngineStateError("a transfer was cancelled: the engine is closing")
-    return task.exception()
-
-
-async def _written(task: asyncio.Task[None]) -> None:
-    await asyncio.wait([task])
-    error = _failure(task)
-    if error is not None:
-        raise error

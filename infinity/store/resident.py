@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from infinity.store.pool import Lease, StreamEvent
@@ -37,6 +40,7 @@ class Resident(Generic[K]):
         task: its movement, until the state has followed.
         error: why its fill failed.
         void: it was reserved, and has not been released with content yet.
+        leaving: it is, or was, written so that it can leave, and nobody has used it since.
         after: accelerator work that still reads the memory.
     """
 
@@ -48,6 +52,7 @@ class Resident(Generic[K]):
     task: asyncio.Task[None] | None = None
     error: BaseException | None = None
     void: bool = False
+    leaving: bool = False
     after: StreamEvent | None = None
 
     @property
@@ -70,16 +75,29 @@ class Resident(Generic[K]):
 
 @dataclass(slots=True)
 class ResidencyStatistics:
-    """Counters since the start: fetches that found their bytes resident or not, evictions and write-backs."""
+    """Counters since the start.
+
+    Attributes:
+        num_hits: fetches that found their bytes resident, or on the way.
+        num_misses: fetches that did not.
+        num_evictions: residents that left to make room.
+        num_write_backs: writes that ended well.
+        room_seconds: time that demands waited for room, added up.
+    """
 
     num_hits: int = 0
     num_misses: int = 0
     num_evictions: int = 0
     num_write_backs: int = 0
+    room_seconds: float = 0.0
 
 
 class Leavers(Generic[K]):
-    """The residents that may leave: those that nobody holds and that do not move.
+    """The residents that may leave: those that nobody holds and whose bytes are not on the way in.
+
+    Those that were written in order to leave go first, since others that are needed later by now would have to be
+    written too. Of the rest, clean ones may leave at once and dirty ones when they are written, but they are ranked
+    together: the choice does not depend on what is quick.
 
     Args:
         distance: how far away the next use of a key is.
@@ -87,46 +105,38 @@ class Leavers(Generic[K]):
     """
 
     def __init__(self, distance: Callable[[K], float], *, dirty: bool) -> None:
-        self._clean: Ranking[Resident[K]] = Ranking(lambda resident: distance(resident.key))
-        self._dirty: Ranking[Resident[K]] = Ranking(lambda resident: distance(resident.key))
-        self._rankings = [self._clean, self._dirty] if dirty else [self._clean]
-        self.clean_bytes = 0
+        def ranking() -> Ranking[Resident[K]]:
+            return Ranking(lambda resident: distance(resident.key))
+
+        self._leaving, self._clean, self._dirty = ranking(), ranking(), ranking()
+        self._dirty_leave = dirty
 
     def update(self, resident: Resident[K], *, present: bool) -> None:
         """Let a resident in or out, as its state and its holders say, and whether it is still ``present``."""
-        idle = present and not resident.held
-        is_clean, is_dirty = idle and resident.state is State.CLEAN, idle and resident.state is State.DIRTY
-        if is_clean != (resident in self._clean):
-            self.clean_bytes += resident.size_bytes if is_clean else -resident.size_bytes
-            (self._clean.add if is_clean else self._clean.discard)(resident)
-        if is_dirty != (resident in self._dirty):
-            (self._dirty.add if is_dirty else self._dirty.discard)(resident)
+        idle = present and not resident.held and resident.state is not State.FILLING
+        is_clean = resident.state is State.CLEAN
+        _put(self._leaving, resident, idle and resident.leaving)
+        _put(self._clean, resident, idle and not resident.leaving and is_clean)
+        _put(self._dirty, resident, idle and not resident.leaving and not is_clean and self._dirty_leave)
 
-    def needed_last(self) -> Resident[K] | None:
-        """Who must leave next; a clean one if it makes no difference."""
-        last: tuple[float, Resident[K]] | None = None
-        for ranking in self._rankings:
-            first = next(ranking.latest_first(), None)
-            if first is not None and (last is None or first[0] > last[0]):
-                last = first
-        return None if last is None else last[1]
+    def needed_last(self, num_bytes: int, *, beyond: float = -math.inf) -> list[Resident[K]]:
+        """Those who are to leave so that there are ``num_bytes``, first ones first; fewer if that is all there are.
 
-    def clean_after(self, distance: float, num_bytes: int) -> list[Resident[K]] | None:
-        """Clean residents needed later than ``distance`` that take ``num_bytes``; ``None`` if there are too few."""
+        Args:
+            num_bytes: how much is wanted.
+            beyond: leave out who is needed no later than this.
+        """
         chosen: list[Resident[K]] = []
-        for age, resident in self._clean.latest_first():
-            if num_bytes <= 0 or age <= distance:
-                break
-            chosen.append(resident)
-            num_bytes -= resident.size_bytes
-        return chosen if num_bytes <= 0 else None
-
-    def dirty_last(self, num_bytes: int) -> list[Resident[K]]:
-        """The dirty residents needed last that take ``num_bytes``, or all of them."""
-        chosen: list[Resident[K]] = []
-        for _, resident in self._dirty.latest_first():
-            if num_bytes <= 0:
-                break
-            chosen.append(resident)
-            num_bytes -= resident.size_bytes
+        others = heapq.merge(self._clean.latest_first(), self._dirty.latest_first(), key=itemgetter(0), reverse=True)
+        for ranked in (self._leaving.latest_first(), others):  # stable: of two equals the clean one comes first
+            for distance, resident in ranked:
+                if num_bytes <= 0 or distance <= beyond:
+                    break
+                chosen.append(resident)
+                num_bytes -= resident.size_bytes
         return chosen
+
+
+def _put(ranking: Ranking[Resident[K]], resident: Resident[K], belongs: bool) -> None:
+    if belongs != (resident in ranking):
+        (ranking.add if belongs else ranking.discard)(resident)

@@ -9,30 +9,49 @@ calls: the engine never lets a gather and an optimizer step of one unit overlap.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from infinity.errors import EngineStateError
 from infinity.io.backend import IOStatistics, Priority
 from infinity.io.memory import as_bytes
+from infinity.io.numa import ANYWHERE, Placement
 from infinity.store.host import HostTier
 from infinity.store.nvme import NvmeTier
+from infinity.store.optimum import Touch
 from infinity.store.pool import Lease
 from infinity.store.residency import State
 from infinity.store.shard import ShardKey
 
 
+class Traffic(NamedTuple):
+    """What became of one kind of shard of one unit since the start.
+
+    Attributes:
+        asked_bytes: those that ``fetch`` and ``read`` gave out, wherever they were.
+        read_bytes: those read from NVMe.
+        written_bytes: those written to NVMe.
+    """
+
+    asked_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
 class TieredStore:
-    """All shards of one rank. Coroutines and methods belong to the loop thread, ``statistics`` apart.
+    """All shards of one rank.
+
+    Coroutines and methods belong to the loop thread; ``statistics``, ``traffic`` and ``resident_bytes`` to any.
 
     Args:
         ram_bytes: the host tier's hard budget.
         nvme: the tier below, owned by the store from now on; ``None`` to keep everything in host memory.
         distance: how far away a shard's next use is (``AccessOrder.distance``).
-        headroom_bytes: how much host memory to keep free or clean by writing ahead of need, once the shards that exist
-            leave less than half of it free; while they all fit, nothing is written.
+        on_room: told, once per turn of the loop at most, that a prefetch which found no room may find some now.
         pin: register host memory with the accelerator's runtime.
         poison: fill released memory with NaN.
+        placement: on which node host memory is to be.
     """
 
     def __init__(
@@ -41,24 +60,25 @@ class TieredStore:
         nvme: NvmeTier | None,
         *,
         distance: Callable[[ShardKey], float],
-        headroom_bytes: int,
+        on_room: Callable[[], None] = lambda: None,
         pin: bool = False,
         poison: bool = False,
+        placement: Placement = ANYWHERE,
     ) -> None:
         self._nvme = nvme
-        self._ram_bytes = ram_bytes
-        self._headroom_bytes = headroom_bytes
-        self._live_bytes = 0
         self._sizes: dict[ShardKey, int] = {}
         self._on_nvme: set[ShardKey] = set()
+        self._traffic: dict[tuple[int, str], Traffic] = {}
+        self._touches: list[Touch] | None = None
         self.host = HostTier(
             ram_bytes,
             distance=distance,
             fill=self._fill,
             spill=None if nvme is None else self._spill,
-            headroom_bytes=self._headroom,
+            on_room=on_room,
             pin=pin,
             poison=poison,
+            placement=placement,
         )
 
     @property
@@ -94,10 +114,9 @@ class TieredStore:
         """
         assert self._sizes.get(key, num_bytes) == num_bytes, f"{key} changed its size"
         lease = await self.host.residency.reserve(key, num_bytes, owner=owner)
-        if key not in self._sizes:
-            self._sizes[key] = num_bytes
-            self._live_bytes += num_bytes
+        self._sizes[key] = num_bytes
         self._on_nvme.discard(key)
+        self._touch(key, num_bytes, writes=True)
         return lease
 
     async def fetch(
@@ -110,11 +129,21 @@ class TieredStore:
             BudgetError: no room can ever be made.
             StorageError: reading it, or writing what must leave, failed.
         """
-        return await self.host.residency.fetch(key, self.num_bytes(key), owner=owner, update=update, priority=priority)
+        num_bytes = self.num_bytes(key)
+        lease = await self.host.residency.fetch(key, num_bytes, owner=owner, update=update, priority=priority)
+        self._touch(key, num_bytes, reads=True, writes=update)
+        return lease
 
-    def prefetch(self, key: ShardKey, *, priority: Priority = Priority.PREFETCH) -> bool:
-        """Start to bring a shard in if nobody loses by it; never waits. Whether it is resident or on its way."""
-        return self.host.residency.prefetch(key, self.num_bytes(key), priority=priority)
+    def prefetch(self, key: ShardKey, *, displace: bool = True, priority: Priority = Priority.PREFETCH) -> bool:
+        """Start to bring a shard in if nobody loses by it; never waits. Whether it is resident or on its way.
+
+        With ``displace`` it may take the place of shards that are clean and needed later; else only free memory.
+        """
+        return self.host.residency.prefetch(key, self.num_bytes(key), displace=displace, priority=priority)
+
+    def prepare(self, key: ShardKey, num_bytes: int) -> bool:
+        """Take memory ahead for a shard that will be ``put`` soon, if nobody loses by it. Whether it has memory."""
+        return self.host.residency.prepare(key, num_bytes)
 
     def release(self, key: ShardKey, *, owner: str, dirty: bool = False) -> None:
         """Unpin a shard; ``dirty`` says that its bytes changed."""
@@ -130,19 +159,23 @@ class TieredStore:
             EngineStateError: there is no such shard.
             StorageError: reading failed.
         """
+        num_bytes = self.num_bytes(key)
         if self.prefetch(key, priority=priority):
-            lease = await self.fetch(key, owner=owner)
+            lease = await self.host.residency.fetch(key, num_bytes, owner=owner)
             try:
                 await self.host.copy(lease.tensor, target)
             finally:
                 self.release(key, owner=owner)
         else:
             await self._read_nvme(key, target, priority)
+        self._touch(key, num_bytes, reads=True, passes=True)
 
     async def delete(self, key: ShardKey) -> None:
         """Forget a shard. Its extent stays allocated for its next ``put``."""
         await self.host.residency.discard(key)
-        self._live_bytes -= self._sizes.pop(key, 0)
+        num_bytes = self._sizes.pop(key, None)
+        if num_bytes is not None:
+            self._touch(key, num_bytes)
         self._on_nvme.discard(key)
 
     async def flush(self) -> None:
@@ -163,6 +196,24 @@ class TieredStore:
         """What NVMe has moved; zeros where there is none."""
         return IOStatistics() if self._nvme is None else self._nvme.statistics()
 
+    def traffic(self) -> dict[tuple[int, str], Traffic]:
+        """What has been asked for and moved since the start, by unit and kind of shard."""
+        return self._traffic.copy()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Host memory in use: shards that are there or on their way, and room made for some."""
+        return self.host.usage().used_bytes
+
+    def start_recording(self) -> None:
+        """Begin to record each use of a shard, for ``stop_recording``."""
+        self._touches = []
+
+    def stop_recording(self) -> list[Touch]:
+        """The uses since ``start_recording``, in order: what ``optimum.least_moved`` needs of one cycle."""
+        touches, self._touches = self._touches, None
+        return touches or []
+
     async def aclose(self) -> None:
         """Join what moves, give all memory back, and close the tier below. Closing twice is harmless."""
         try:
@@ -171,9 +222,6 @@ class TieredStore:
             if self._nvme is not None:
                 await self._nvme.aclose()
 
-    def _headroom(self) -> int:
-        return self._headroom_bytes if self._live_bytes + self._headroom_bytes // 2 > self._ram_bytes else 0
-
     async def _fill(self, key: ShardKey, lease: Lease, priority: Priority) -> None:
         await self._read_nvme(key, lease.tensor, priority)
 
@@ -181,8 +229,25 @@ class TieredStore:
         if self._nvme is None or key not in self._on_nvme:
             raise EngineStateError(f"shard {key} holds no value: it was put but never released dirty")
         await self._nvme.read(key, as_bytes(target), priority=priority)
+        self._count(key, read_bytes=target.nbytes)
 
-    async def _spill(self, key: ShardKey, lease: Lease) -> None:
+    async def _spill(self, key: ShardKey, lease: Lease, priority: Priority) -> None:
         assert self._nvme is not None
-        await self._nvme.write(key, as_bytes(lease.tensor), priority=Priority.BACKGROUND)
+        await self._nvme.write(key, as_bytes(lease.tensor), priority=priority)
         self._on_nvme.add(key)
+        self._count(key, written_bytes=lease.tensor.nbytes)
+
+    def _touch(
+        self, key: ShardKey, num_bytes: int, *, reads: bool = False, writes: bool = False, passes: bool = False
+    ) -> None:
+        if reads:
+            self._count(key, asked_bytes=num_bytes)
+        if self._touches is not None:
+            self._touches.append(Touch(key, num_bytes, reads, writes, passes))
+
+    def _count(self, key: ShardKey, *, asked_bytes: int = 0, read_bytes: int = 0, written_bytes: int = 0) -> None:
+        """Add up, in one assignment: other threads may copy the counters at any time."""
+        before = self._traffic.get((key.unit, key.kind), Traffic())
+        self._traffic[key.unit, key.kind] = Traffic(
+            before.asked_bytes + asked_bytes, before.read_bytes + read_bytes, before.written_bytes + written_bytes
+        )

@@ -20,7 +20,7 @@ _PANELS = {
     "Model": ("layers", "hidden", "heads", "seq", "recompute"),
     "Text": ("data", "data_limit"),
     "Training": ("steps", "batch", "accumulate", "lr", "warmup", "seed", "eval_every", "eval_batches", "plain"),
-    "Results": ("save", "json"),
+    "Results": ("save", "json", "trace", "trace_steps"),
 }
 _ENGINE_PANEL = "Device, memory and disk (infinity.Config)"
 

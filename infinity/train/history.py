@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from infinity.trace import StepStats
+from infinity.trace import StepStats, UnitStats
 
 RECENT_STEPS = 10
 """How many of the last steps tell the present pace."""
@@ -19,7 +19,8 @@ class History:
         tokens_per_step: how many tokens one step trains on.
         losses: mean training loss of each step, in nats per token.
         step_seconds: wall time of each step, evaluation not included.
-        step_stats: what the engine reported of each step; empty without infinity.
+        step_stats: what the engine reported of each step, units left out; empty without infinity.
+        unit_stats: what it reported of each unit, all steps together.
         eval_steps: after how many steps each held-out loss was taken.
         eval_losses: mean held-out loss then, in nats per token.
         diverged_at: the step after which a loss was NaN or infinite, which ends a run; ``None`` if none was.
@@ -29,9 +30,16 @@ class History:
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     step_stats: list[StepStats] = field(default_factory=list)
+    unit_stats: dict[str, UnitStats] = field(default_factory=dict)
     eval_steps: list[int] = field(default_factory=list)
     eval_losses: list[float] = field(default_factory=list)
     diverged_at: int | None = None
+
+    def note_stats(self, stats: StepStats) -> None:
+        """Keep what the engine reported of a step. Of units only sums: a long run of a deep model has many."""
+        for name, unit in stats.units.items():
+            self.unit_stats[name] = self.unit_stats[name] + unit if name in self.unit_stats else unit
+        self.step_stats.append(replace(stats, units={}))
 
     def note_divergence(self) -> None:
         """Look at the latest losses, and remember the present step if one of them is NaN or infinite."""

@@ -6,13 +6,14 @@ import torch
 from torch import nn
 
 from infinity.config import Precision
-from infinity.trace import StepStats, TierUsage
+from infinity.trace import Recorder, StepStats, TierUsage
 
 
 class PlainTrainer:
     """AdamW on fp32 parameters, or on fp32 masters of bf16 parameters; has the methods of ``infinity.Engine``."""
 
     last_step: StepStats | None = None
+    recorder: Recorder | None = None
     unit_names: Sequence[str] = ()
 
     def __init__(self, module: nn.Module, *, learning_rate: float, precision: Precision, device: torch.device) -> None:

@@ -8,7 +8,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from rich.table import Table
 
 from infinity.config import Config
 from infinity.console.formats import format_bytes, format_share
-from infinity.trace import TierUsage
+from infinity.trace import StepStats, TierUsage
 from infinity.train.history import History
 from infinity.train.settings import TrainSettings
+
+_CAUSES = {"read": "disk", "room": "memory", "optimizer": "optimizer"}
+"""What a person calls the causes of waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,12 @@ class RunReport:
                 "read_bytes": [step.nvme_read_bytes for step in stats] or [0] * history.num_steps,
                 "written_bytes": [step.nvme_written_bytes for step in stats] or [0] * history.num_steps,
             },
+            "stalls": {
+                cause: sum(step.stalls.get(cause, 0.0) for step in stats)
+                for cause in dict.fromkeys(cause for step in stats for cause in step.stalls)
+            },
+            "steps": [_without(step.as_dict(), "units") for step in stats],
+            "by_unit": {name: asdict(unit) for name, unit in history.unit_stats.items()},
             "stall_seconds": sum(step.stall_seconds for step in stats),
             "optimizer_seconds": sum(step.optimizer_seconds for step in stats),
             "units": list(self.unit_names),
@@ -110,14 +119,41 @@ class RunReport:
         if not stats:
             return
         seconds = sum(step.seconds for step in stats)
-        for name, moved in (
-            ("NVMe read", [step.nvme_read_bytes for step in stats]),
-            ("NVMe written", [step.nvme_written_bytes for step in stats]),
+        for name, route, moved in (
+            ("NVMe read", "nvme_read", [step.nvme_read_bytes for step in stats]),
+            ("NVMe written", "nvme_write", [step.nvme_written_bytes for step in stats]),
         ):
-            rate = sum(moved) / seconds / 1e9
-            table.add_row(name, f"{format_bytes(sum(moved) / len(moved))} per step, {rate:.2f} GB/s on average")
-        table.add_row("stall", f"{sum(step.stall_seconds for step in stats) / seconds:.1%} of the time")
-        table.add_row("waiting for optimizer", f"{sum(step.optimizer_seconds for step in stats) / seconds:.1%}")
+            text = f"{format_bytes(sum(moved) / len(moved))} per step"
+            if routes := [step.routes[route] for step in stats if route in step.routes]:
+                busy_seconds = sum(each.busy_seconds for each in routes)
+                rate = sum(each.moved_bytes for each in routes) / max(busy_seconds, 1e-9) / 1e9
+                text += f" at {rate:.2f} GB/s, busy {busy_seconds / seconds:.0%} of the time"
+            table.add_row(name, text)
+        if any(step.nvme_read_bytes or step.nvme_written_bytes for step in stats):
+            overlap = statistics.median(step.overlap_share for step in stats)
+            table.add_row("NVMe under compute", f"{overlap:.0%} of its busy time")
+        table.add_row("computing", f"{sum(step.compute_seconds for step in stats) / seconds:.1%} of the time")
+        table.add_row("waiting", format_waits(stats, digits=1))
+        if (longest := self._longest_wait()) is not None:
+            table.add_row("waited longest for", longest)
+        achieved = statistics.median(step.achieved for step in stats)
+        least_seconds = statistics.median(step.roofline_seconds for step in stats)
+        table.add_row("roofline", f"{achieved:.0%} achieved (median step; at least {least_seconds:.3f} s)")
+
+    def _longest_wait(self) -> str | None:
+        """Which unit was waited for longest, if for any."""
+        waits = {name: sum(unit.stalls.values()) for name, unit in self.history.unit_stats.items()}
+        name = max(waits, key=waits.__getitem__, default="")
+        return f"{name}, {waits[name] / len(self.history.step_stats):.3f} s per step" if waits.get(name) else None
+
+
+def format_waits(stats: Sequence[StepStats], *, digits: int = 0) -> str:
+    """How much of the time of some steps the training thread waited, and for what; causes that show in the figure."""
+    seconds = max(sum(step.seconds for step in stats), 1e-9)
+    shares = {cause: sum(step.stalls.get(cause, 0.0) for step in stats) / seconds for cause in _CAUSES}
+    texts = {cause: f"{share:.{digits}%}" for cause, share in shares.items()}
+    causes = [f"{_CAUSES[cause]} {texts[cause]}" for cause in _CAUSES if texts[cause] != f"{0:.{digits}%}"]
+    return f"{sum(shares.values()):.{digits}%}" + (f" ({', '.join(causes)})" if causes else "")
 
 
 def peak_rss_bytes() -> int:
@@ -138,6 +174,10 @@ def peak_rss_bytes() -> int:
 def peak_accelerator_bytes(device: torch.device) -> int:
     """The most memory that torch's allocator ever held on ``device``; 0 for the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _without(figures: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in figures.items() if key != name}
 
 
 def _or_none(loss: float) -> float | None:

@@ -13,6 +13,7 @@ from infinity.console.directories import nvme_directories
 from infinity.console.formats import format_bytes
 from infinity.console.interrupt import StopRequest
 from infinity.console.output import STANDARD_OUTPUT, check_output, write_json
+from infinity.trace import Recorder, write_trace
 from infinity.train.data import Batch, Corpus, held_out_batches, load_corpus, training_batches
 from infinity.train.failures import memory_errors, refuse_divergence
 from infinity.train.history import History
@@ -49,6 +50,8 @@ def run(
     """
     if settings.json_file is not None and settings.json_file != STANDARD_OUTPUT:
         check_output(settings.json_file, "--json", replaced=False)
+    if settings.trace_file is not None:
+        check_output(settings.trace_file, "--trace", replaced=False)
     if settings.save is not None:
         check_save(settings.save)
     device = config.torch_device()
@@ -64,6 +67,9 @@ def run(
         stack.callback(trainer.close)
         stack.callback(stop.shield)
         _say_trainer(display, trainer, settings, config)
+        recorder = trainer.recorder
+        if recorder is not None:
+            recorder.keep_steps = settings.num_trace_steps
         history = train(trainer, corpus, settings, device, display, stop)
         saved = settings.save if history.diverged_at is None else None
         if saved is not None:
@@ -87,6 +93,9 @@ def run(
         display.say("weights were not saved: this run keeps no checkpoint (--save FILE.safetensors writes them)")
     if settings.json_file is not None:
         write_json(report.as_document(), settings.json_file)
+    if settings.trace_file is not None and recorder is not None:
+        write_trace(settings.trace_file, recorder.steps)
+        display.say(f"trace: {settings.trace_file}, {_steps_in(recorder)}; open it with ui.perfetto.dev")
     refuse_divergence(history, settings)
     return report
 
@@ -114,7 +123,7 @@ def train(
             history.losses.append(train_step(trainer, micro_batches))
             history.step_seconds.append(time.perf_counter() - started)
             if trainer.last_step is not None:
-                history.step_stats.append(trainer.last_step)
+                history.note_stats(trainer.last_step)
         if settings.eval_every and (step % settings.eval_every == 0 or step == settings.num_steps):
             loss = evaluate(trainer, [_to(device, batch) for batch in held_out], stop)
             if loss is not None:
@@ -158,6 +167,14 @@ def evaluate(trainer: Trainer, batches: list[Batch], stop: StopRequest) -> float
 def _to(device: torch.device, batch: Batch) -> Batch:
     tokens, targets = batch
     return tokens.to(device), targets.to(device)
+
+
+def _steps_in(recorder: Recorder) -> str:
+    """Which steps a trace shows."""
+    steps = [each.step for each in recorder.steps]
+    if not steps:
+        return "without a step, since none was completed"
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def _say_corpus(display: Display, corpus: Corpus) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
-from infinity.console.output import flag_error
+from infinity.console.output import STANDARD_OUTPUT, flag_error
 from infinity.errors import ConfigError
 from infinity.train.model import GPTShape
 
@@ -81,6 +81,13 @@ class TrainSettings(BaseModel):
     json_file: Path | None = Field(default=None, alias="json")
     """Write the run's figures here as one JSON document; - is standard output."""
 
+    trace_file: Path | None = Field(default=None, alias="trace")
+    """Write here who did what when in the last steps, for ui.perfetto.dev or chrome://tracing: reads, compute, waits,
+    optimizer and writes side by side."""
+
+    num_trace_steps: Count = Field(default=1, alias="trace_steps")
+    """How many steps --trace shows."""
+
     def __init__(self, **fields: Any) -> None:
         try:
             super().__init__(**fields)
@@ -91,6 +98,11 @@ class TrainSettings(BaseModel):
                 f"--hidden: expected a multiple of --heads {self.num_heads}, got {self.hidden_size}; "
                 f"the next one is {-(-self.hidden_size // self.num_heads) * self.num_heads}"
             )
+
+        if self.trace_file is not None and self.plain:
+            raise ConfigError("--trace: ordinary PyTorch reports no transfers and no waits; give it without --plain")
+        if self.trace_file == STANDARD_OUTPUT:
+            raise ConfigError("--trace: expected a file, got -; standard output is for --json")
 
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of a step; the first is 1."""

@@ -13,8 +13,8 @@ from torch import nn
 
 import infinity
 from infinity.config import Config
-from infinity.errors import BudgetError
-from infinity.trace import StepStats, TierUsage
+from infinity.errors import BudgetError, ConfigError
+from infinity.trace import Recorder, StepStats, TierUsage
 from infinity.train.model import GPT
 from infinity.train.plain import PlainTrainer
 from infinity.train.settings import TrainSettings
@@ -47,6 +47,10 @@ class Trainer(Protocol):
     def last_step(self) -> StepStats | None:
         """The figures of the last step; ``None`` before the first, or without tiers."""
 
+    @property
+    def recorder(self) -> Recorder | None:
+        """Where it records what it does; ``None`` without tiers."""
+
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss, an fp32 scalar; see ``GPT.forward``."""
 
@@ -73,9 +77,11 @@ def make_trainer(settings: TrainSettings, config: Config, device: torch.device) 
     """The model with the weights that ``settings.seed`` gives, and what trains it: the engine or ordinary PyTorch.
 
     Raises:
+        ConfigError: the configuration counts other backwards in a step than the settings.
         InfinityError: the engine refuses the configuration.
     """
     torch.manual_seed(settings.seed)
+    config = _with_accumulation(config, settings)
     if settings.plain:
         return PlainTrainer(
             GPT(settings.shape()), learning_rate=settings.learning_rate, precision=config.precision, device=device
@@ -92,6 +98,16 @@ def make_trainer(settings: TrainSettings, config: Config, device: torch.device) 
             f"{error}\nGive a directory on a fast disk, --nvme DIR (for example --nvme /tmp/infinity), or enough "
             "memory, --ram SIZE; or train without infinity, --plain"
         ) from error
+
+
+def _with_accumulation(config: Config, settings: TrainSettings) -> Config:
+    """The configuration with the number of backwards in a step, which this command knows."""
+    if config.accumulation_steps not in (None, settings.num_micro_batches):
+        raise ConfigError(
+            f"--accumulation-steps: got {config.accumulation_steps}, but --accumulate makes a step of "
+            f"{settings.num_micro_batches} backwards; give --accumulate alone"
+        )
+    return config.model_copy(update={"accumulation_steps": settings.num_micro_batches})
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ For fp32 and bf16, with and without recomputation, one and four micro-batches: a
 NVMe, half of the state in RAM and all of it, at prefetch 0, 1 and 4. Each compares ``losses``, ``eval_losses`` and the
 bytes of the saved weights. Prints a line for each and exits non-zero if any differs.
 
-    python bench/parity.py --nvme DIR [--steps 20]
+    python bench/bitwise.py --nvme DIR [--steps 20]
 """
 
 from __future__ import annotations

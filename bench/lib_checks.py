@@ -1,0 +1,83 @@
+"""Named bars, what was measured against each, and whether it was met; and what a run needs before it begins."""
+
+from __future__ import annotations
+
+import operator
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from infinity.bench.machine import available_memory_bytes
+from infinity.console.formats import format_bytes
+
+_COMPARE = {"<=": operator.le, ">=": operator.ge}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One bar.
+
+    Attributes:
+        name: what is measured.
+        value: what came out.
+        direction: ``"<="`` where less is better.
+        bar: what it must reach.
+        unit: of both.
+    """
+
+    name: str
+    value: float
+    direction: Literal["<=", ">="]
+    bar: float
+    unit: str = "x"
+
+    @property
+    def met(self) -> bool:
+        """Whether the value reaches the bar, exactly: nothing is rounded in its favour."""
+        return bool(_COMPARE[self.direction](self.value, self.bar))
+
+    @property
+    def missed_by(self) -> float:
+        """How far the value is on the wrong side, as a fraction of the bar; 0 where it is met."""
+        return 0.0 if self.met else abs(self.value - self.bar) / self.bar
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"met": self.met, "missed_by": self.missed_by}
+
+
+def print_checks(checks: Sequence[Check]) -> None:
+    """All of them, then what is missing."""
+    width = max((len(check.name) for check in checks), default=0)
+    print("\nTargets")
+    for check in checks:
+        print(
+            f"  {'met   ' if check.met else 'MISSED'}  {check.name:{width}}  "
+            f"{check.value:8.3f} {check.direction} {check.bar:g} {check.unit}"
+        )
+    missed = [check for check in checks if not check.met]
+    print(f"\n{len(checks) - len(missed)} of {len(checks)} targets met")
+    for check in missed:
+        bar = f"the bar is {check.bar:g} {check.unit}"
+        print(f"  missed by {check.missed_by:.1%}: {check.name}: {check.value:.3f}, {bar}")
+
+
+def require_room(directory: Path, *, disk_bytes: float, memory_bytes: float) -> None:
+    """Say what a run needs, and refuse where that is not free.
+
+    Raises:
+        SystemExit: there is too little.
+    """
+    free_disk = shutil.disk_usage(directory).free
+    free_memory = available_memory_bytes()
+    print(
+        f"needs about {format_bytes(disk_bytes)} in {directory} (free: {format_bytes(free_disk)}), deleted at the end, "
+        f"and {format_bytes(memory_bytes)} of memory (available: {format_bytes(free_memory)})",
+        flush=True,
+    )
+    if disk_bytes > free_disk:
+        raise SystemExit(f"{directory}: too little room on the disk; give --nvme on another one, or a smaller model")
+    if memory_bytes > free_memory:
+        raise SystemExit("too little memory available; end other programs, or give a smaller model")

@@ -1,0 +1,61 @@
+"""``Resources``: the threads, memory, files and hooks of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from infinity.engine.hooks import ModuleHooks
+from infinity.engine.refusals import Refusals
+from infinity.engine.stream import StepStream
+from infinity.engine.worker import OptimizerThread
+from infinity.store.device import DeviceTier
+from infinity.store.loop import LoopThread, register_exit, unregister_exit
+from infinity.store.nvme import NvmeTier
+from infinity.store.store import TieredStore
+
+
+class Resources:
+    """What an engine must give back, kept apart from it so that it is given back also when the engine is forgotten.
+
+    And when the interpreter exits: early enough for threads and executors to take part (``register_exit``), and only in
+    the process that made it, since a forked child has neither the loop's thread nor the directories.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self.loop = LoopThread()
+        self.stream: StepStream | None = None
+        self.nvme: NvmeTier | None = None
+        self.store: TieredStore | None = None
+        self.device: DeviceTier | None = None
+        self.worker = OptimizerThread()
+        self.hooks: ModuleHooks | None = None
+        self.refusals: Refusals | None = None
+        self.handles: list[Any] = []
+        register_exit(self.close)
+
+    def close(self) -> None:
+        """Undo everything, in the reverse order of its making, whatever fails. Closing twice is harmless."""
+        if os.getpid() != self._pid:
+            return
+        unregister_exit(self.close)
+        with contextlib.ExitStack() as stack:
+            if self.refusals is not None:
+                stack.callback(self.refusals.close)
+            stack.callback(self.loop.close)
+            below = self.store or self.nvme
+            if below is not None:
+                stack.callback(lambda: self.loop.run(below.aclose()))
+            stack.callback(self.worker.shutdown)
+            if (device := self.device) is not None:
+                stack.callback(lambda: self.loop.run(device.aclose()))
+            for handle in self.handles:
+                stack.callback(handle.remove)
+            if self.hooks is not None:
+                stack.callback(self.hooks.remove)
+            if (stream := self.stream) is not None:
+                stack.callback(lambda: self.loop.run(stream.aclose()))
+            self.hooks = self.refusals = self.stream = self.device = self.store = self.nvme = None
+            self.handles = []

@@ -1,0 +1,213 @@
+"""``OptimizerSteps``: what training knows of optimizer steps: the one that is under way, and whether all went well.
+
+A step has two halves. *Under backward*, where the number of backwards in a step is known
+(``Config.accumulation_steps``), sub-groups whose gradients are final are handed to the stream at once (``begin``).
+*At* ``step()``, the rest follows (``complete``), and unless steps must not overlap training, the call returns while the
+stream still works: the next forward waits for each unit as it comes to it.
+
+Hyper-parameters are those at the time of ``step()``, as in plain PyTorch: they are copied there, so that a scheduler
+may change them right after. Where a step began under backward they were copied then; a change in between is refused,
+because some sub-groups have been stepped with the old values. From ``begin`` to ``complete`` the model is in two minds,
+some of its units old and some new, so nothing may read it: ``check`` refuses that.
+
+An optimizer that draws random numbers, or changes its own attributes or groups while it steps, is stepped in order and
+waited for: so it finds the generator as in plain PyTorch, and whoever looks at the groups finds them stepped.
+
+Belongs to the training thread (and autograd's).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from infinity.engine.shadow import Shadow
+from infinity.engine.stream import Job, StepStream, half_way
+from infinity.engine.substep import SubGroupStepper
+from infinity.engine.unit import Part, Unit
+from infinity.engine.worker import OptimizerThread
+from infinity.errors import EngineStateError, ModelError
+from infinity.store.loop import LoopThread
+
+Gradients = Sequence[tuple[Part, str, frozenset[int]]]
+"""Parts with the kind of their gradient shard and the slots that have a gradient."""
+
+
+class OptimizerSteps:
+    """Hands sub-groups to the stream, and remembers what went wrong.
+
+    Args:
+        loop: the loop thread.
+        stream: steps them.
+        stepper: runs what no sub-group is for.
+        units: all units.
+        parts: all parts.
+        optimizer: the user's.
+        overlaps: whether a step may run beside training.
+        worker: the thread that computes; it follows the training thread's number of threads, step by step.
+    """
+
+    def __init__(
+        self,
+        loop: LoopThread,
+        stream: StepStream,
+        stepper: SubGroupStepper,
+        units: Sequence[Unit],
+        parts: Sequence[Part],
+        optimizer: torch.optim.Optimizer,
+        *,
+        overlaps: bool,
+        worker: OptimizerThread,
+    ) -> None:
+        self._loop = loop
+        self._stream = stream
+        self._stepper = stepper
+        self._units = units
+        self._user = weakref.ref(optimizer)  # whose step() leads to the engine, which is forgotten with it
+        self._known = {slot.param for part in parts if part.stepped for slot in part.slots}
+        self._open: Shadow | None = None  # of the step that has begun under backward
+        self._last: Shadow | None = None  # of the step that may still be under way
+        self._running: concurrent.futures.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._worker = worker
+        self.overlaps = overlaps
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._user()
+        assert optimizer is not None
+        return optimizer
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun under backward that ``step()`` has yet to complete."""
+        return self._open is not None
+
+    def check(self) -> None:
+        """Refuse to go on where the state is not whole.
+
+        Raises:
+            EngineStateError: a step failed half-way, or is half-way between backward and ``step()``.
+        """
+        self.check_errors()
+        if self._open is not None:
+            raise EngineStateError(
+                "the optimizer step has begun under backward (accumulation_steps is reached), so part of the model is "
+                "stepped already: call step() next; or leave accumulation_steps unset, and steps begin at step()"
+            )
+
+    def check_errors(self) -> None:
+        """Raise what a step failed with; the first time as it was.
+
+        Raises:
+            EngineStateError: a step failed half-way.
+        """
+        if self._error is not None:
+            raise half_way(self._error) from self._error
+        self._stream.check()
+
+    def begin(self, gradients: Gradients) -> None:
+        """Step parts whose gradients are final, while backward goes on with others."""
+        if not gradients:
+            return
+        if self._open is None:
+            self._finish()
+            self._open = Shadow(self._optimizer)
+        self._submit(gradients, self._open, in_order_of_need=False)
+
+    def interrupted(self) -> None:
+        """Backward has ended early: a step that had begun under it can be neither completed nor undone."""
+        if self._open is not None:
+            self._open = None
+            self._error = self._error or EngineStateError(
+                "backward was interrupted when the step had begun under it (accumulation_steps)"
+            )
+
+    def check_groups(self) -> None:
+        """Refuse parameter groups with parameters that the optimizer did not have at start.
+
+        Raises:
+            ModelError: it says which group.
+        """
+        for index, group in enumerate(self._optimizer.param_groups):
+            for param in group["params"]:
+                if param not in self._known:
+                    raise ModelError(
+                        f"optimizer group {index} holds a parameter of shape {tuple(param.shape)} that it did not hold "
+                        "at infinity.initialize(); add every parameter group before initialize(), frozen ones too"
+                    )
+
+    def prepare(self) -> None:
+        """Have the step before ended, so that this one can be taken: an interrupt of this wait loses nothing."""
+        if self._open is None:
+            self._finish()
+            self._worker.follow_caller()
+
+    def complete(self, gradients: Gradients) -> None:
+        """Step the parts that are left; waits for them unless steps overlap training.
+
+        Raises:
+            ModelError: hyper-parameters changed since the step began under backward, or the optimizer cannot be stepped
+                sub-group by sub-group.
+            StorageError: a shard could not be read or written.
+        """
+        shadow, has_begun = self._open or Shadow(self._optimizer), self._open is not None
+        if has_begun:
+            self._refuse_change(shadow)
+        else:
+            self._finish()
+        self._open, self._last = None, shadow
+        if gradients or has_begun:
+            self._submit(gradients, shadow, in_order_of_need=self.overlaps)
+        else:
+            self._loop.run(self._stepper.compute(lambda: shadow.step([])))
+        self._running = self._loop.submit(self._stream.drain())
+        if not self.overlaps:
+            self.join()
+            self.check_errors()
+
+    def join(self) -> None:
+        """Wait until the last step has ended; what went wrong is raised by ``check``."""
+        if self._running is not None:
+            self._finish()
+
+    def settle(self) -> None:
+        """Have every step ended, so that weights and states can be read.
+
+        Raises:
+            EngineStateError: as for ``check``.
+        """
+        self.check()
+        self.join()
+        self.check()
+
+    def _finish(self) -> None:
+        """Wait for the step before, and apply what it changed beside parameters and their state."""
+        if self._running is not None:
+            with contextlib.suppress(EngineStateError):  # the loop has been closed: whoever goes on is told
+                self._loop.wait(self._running)
+            self._running = None
+        last, self._last = self._last, None
+        if last is not None and self._stream.error is None:
+            self.overlaps = self.overlaps and not last.changes_more
+            last.end_step()
+
+    def _refuse_change(self, shadow: Shadow) -> None:
+        changed = shadow.changed_hyperparameter()
+        if changed is not None:
+            self._error = ModelError(
+                f"optimizer: {changed} was changed between backward and step(), when the step had begun under backward "
+                "with its former value; change hyper-parameters before the last backward, or leave "
+                "accumulation_steps unset"
+            )
+            raise self._error
+
+    def _submit(self, gradients: Gradients, shadow: Shadow, *, in_order_of_need: bool) -> None:
+        jobs = [Job(part, kind, present, shadow) for part, kind, present in gradients]
+        for unit in {job.part.unit for job in jobs}:
+            self._units[unit].version += 1
+        self._loop.call_soon(lambda: self._stream.submit(jobs, in_order_of_need=in_order_of_need))

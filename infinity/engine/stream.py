@@ -1,0 +1,209 @@
+"""``StepStream``: sub-groups on their way through the optimizer, one after the other, beside training.
+
+Guarantees
+    * A job (one sub-group with its gradients and the hyper-parameters of its step) is stepped exactly once, or, after a
+      failure, not at all: the first error ends the stream, and everyone who waits or comes later is told.
+    * Whoever gathers a unit first waits until none of its parts is on the way (``ready``).
+    * One job at a time holds memory, and it holds no more than the start-up arithmetic counted for a step
+      (``engine/budget.py``); the state of those that come next is read ahead by the scheduler.
+
+Which job is next: one whose unit training waits for; or else, under backward, the one that came first; and once the
+step is complete, the one whose unit training needs soonest, unless the order of steps is to be that of the jobs. So the
+tail of a step runs in the order in which the next forward asks for it, and whatever is left over runs under that
+forward. No order changes a number: each sub-group is stepped with its own gradients and with hyper-parameters that were
+copied when its step began.
+
+Rejected: several jobs at once (arithmetic is bound by memory, and a second job's shards would take the room of shards
+that stay resident); a priority for each job given at submission (what training needs next is known only later).
+
+Everything here belongs to the loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from infinity.engine.shadow import Shadow
+from infinity.engine.substep import SubGroupStepper
+from infinity.engine.unit import Part
+from infinity.errors import EngineStateError
+from infinity.store.device import DeviceTier
+
+
+def half_way(error: BaseException) -> EngineStateError:
+    """What everyone is told once a step has failed."""
+    return EngineStateError(
+        f"an optimizer step failed half-way, so the state is no longer whole: {error}; "
+        "start again from your last saved state"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sub-group to step.
+
+    Attributes:
+        part: which.
+        kind: the kind of shard that holds its gradients.
+        present: the slots that have a gradient.
+        shadow: steps it, with the hyper-parameters of its step.
+    """
+
+    part: Part
+    kind: str
+    present: frozenset[int]
+    shadow: Shadow
+
+
+class StepStream:
+    """The jobs that are waiting, and the one that runs.
+
+    Args:
+        stepper: steps one sub-group.
+        device: told which gathered units have become stale.
+        unit_distance: how far away training's next gather of a unit is.
+
+    Attributes:
+        stepping: called when the shards of a job are all in memory and its arithmetic begins.
+        observe: told of each job when its arithmetic began and ended.
+        error: what ended it.
+    """
+
+    def __init__(
+        self,
+        stepper: SubGroupStepper,
+        device: DeviceTier,
+        *,
+        unit_distance: Callable[[int], float],
+    ) -> None:
+        self._stepper = stepper
+        self._device = device
+        self._unit_distance = unit_distance
+        self._jobs: list[Job] = []
+        self._pending: Counter[int] = Counter()  # parts on the way, by unit
+        self._awaited: Counter[int] = Counter()  # who waits, by unit
+        self._in_order_of_need = False
+        self._task: asyncio.Task[None] | None = None
+        self._changed: asyncio.Future[None] | None = None
+        self._closed = False
+        self._told = False
+        self.stepping: Callable[[Part], None] = lambda part: None
+        self.observe: Callable[[Part, float, float], None] = lambda part, begun, ended: None
+        self.error: BaseException | None = None
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """What waits for its turn, in the order in which it came."""
+        return [job.part for job in self._jobs]
+
+    def is_pending(self, unit: int) -> bool:
+        """Whether a part of the unit is on the way."""
+        return self._pending[unit] > 0
+
+    def submit(self, jobs: Iterable[Job], *, in_order_of_need: bool) -> None:
+        """Take in jobs of one step.
+
+        Args:
+            jobs: in their order.
+            in_order_of_need: from now on, step first what training needs first.
+        """
+        self._in_order_of_need = in_order_of_need
+        if self._closed or self.error is not None:
+            return
+        for job in jobs:
+            assert all(job.part is not other.part for other in self._jobs), f"part {job.part.index} stepped twice"
+            self._jobs.append(job)
+            self._pending[job.part.unit] += 1
+        if self._jobs and self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def ready(self, unit: int) -> None:
+        """Wait until no part of a unit is on the way.
+
+        Raises:
+            EngineStateError: a step failed half-way.
+        """
+        self._awaited[unit] += 1
+        try:
+            while self._pending[unit] and self.error is None:
+                await self._change()
+        finally:
+            self._awaited[unit] -= 1
+        self.check()
+
+    async def drain(self) -> None:
+        """Wait until nothing is on the way. What failed is left in ``error``."""
+        while self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def aclose(self) -> None:
+        """Drop what has not begun and wait for what has."""
+        self._closed = True
+        self._jobs.clear()
+        await self.drain()
+
+    def check(self) -> None:
+        """Raise what ended the stream, the first time as it was.
+
+        Raises:
+            EngineStateError: a step failed half-way.
+        """
+        error = self.error
+        if error is not None and not self._told and isinstance(error, Exception):
+            self._told = True
+            raise error
+        if error is not None:
+            raise half_way(error) from error
+
+    async def _change(self) -> None:
+        if self._changed is None or self._changed.done():
+            self._changed = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._changed)
+
+    async def _run(self) -> None:
+        try:
+            while self._jobs:
+                job = self._next()
+                self._jobs.remove(job)
+                await self._step(job)
+                self._pending[job.part.unit] -= 1
+                self._tell()
+        except BaseException as error:
+            self.error = error
+            self._jobs.clear()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            self._task = None
+            self._tell()
+
+    def _next(self) -> Job:
+        awaited = [job for job in self._jobs if self._awaited[job.part.unit]]
+        if awaited:
+            return awaited[0]
+        if self._in_order_of_need:
+            return min(self._jobs, key=lambda job: (self._unit_distance(job.part.unit), job.part.index))
+        return self._jobs[0]
+
+    async def _step(self, job: Job) -> None:
+        await self._device.invalidate(job.part.unit)
+        begun = math.nan
+
+        def pinned() -> None:
+            nonlocal begun
+            begun = time.perf_counter()
+            self.stepping(part)
+
+        part = job.part
+        await self._stepper.step(part, job.kind, job.present, job.shadow, pinned)
+        self.observe(part, begun, time.perf_counter())
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, None
+        if changed is not None and not changed.done():
+            changed.set_result(None)

@@ -1,0 +1,247 @@
+"""``SubGroupStepper``: one sub-group of any ``torch.optim`` optimizer, stepped wherever its state lives.
+
+A part's shards are pinned in host memory, and a *shadow* of the user's optimizer (``shadow.py``) steps parameters that
+are views of the weights (``formats.py``), one run of them after the other. Then the shards are released dirty.
+
+State tensors of the parameter's shape become shards (``states.py``); everything else (step counters, factored moments)
+stays in memory as the optimizer made it.
+
+Arithmetic runs on one worker thread; the loop only moves bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.engine.formats import FormatOf, OpenWeights, Run
+from infinity.engine.shadow import Shadow, is_shard
+from infinity.engine.states import StateFormat, StateFormatOf, exact_states, scratch_kind
+from infinity.engine.unit import GRAD, Part, state_kind
+from infinity.io.memory import HEAP
+from infinity.io.tasks import gather_all
+from infinity.store.store import TieredStore
+
+OPTIMIZER = "optimizer"
+"""The owner that pins what is stepped."""
+
+
+@dataclass(slots=True)
+class PartState:
+    """What the optimizer knows of one part.
+
+    Attributes:
+        shards: for each state that is a shard, its dtype and the slots that have it.
+        small: for each slot, the states that stay in memory.
+    """
+
+    shards: dict[str, tuple[torch.dtype, set[int]]] = field(default_factory=dict)
+    small: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step of one part.
+
+    Attributes:
+        part: which.
+        kind: the kind of shard that holds its gradients.
+        positions: the slots that are stepped.
+        shadow: steps them.
+        weights: the part's.
+        flats: the gradients and states that are pinned, and memory to make states in, by kind.
+        fresh: states that have no shard yet, by name and slot.
+    """
+
+    part: Part
+    kind: str
+    positions: list[int]
+    shadow: Shadow
+    weights: OpenWeights
+    flats: dict[str, torch.Tensor] = field(default_factory=dict)
+    fresh: dict[str, dict[int, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """All that is pinned."""
+        return [*self.flats.values(), *self.weights.memory]
+
+
+class SubGroupStepper:
+    """Steps one sub-group at a time, in host memory. Coroutines belong to the loop thread.
+
+    Args:
+        store: the shards.
+        format_of: how the weights of each part are stored.
+        worker: where the arithmetic runs; the caller's to shut down.
+        state_format_of: how its optimizer states are.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        *,
+        format_of: FormatOf,
+        worker: ThreadPoolExecutor,
+        state_format_of: StateFormatOf = exact_states,
+    ) -> None:
+        self._store = store
+        self._format_of = format_of
+        self._state_format_of = state_format_of
+        self._states: dict[int, PartState] = defaultdict(PartState)
+        self._worker = worker
+
+    def state_of(self, part: Part) -> PartState:
+        """The optimizer's state of a part."""
+        return self._states[part.index]
+
+    def adopt(self, states: dict[int, PartState]) -> None:
+        """Take over state that the optimizer had before, by part."""
+        self._states.update(states)
+
+    async def step(
+        self, part: Part, kind: str, present: frozenset[int], shadow: Shadow, pinned: Callable[[], None]
+    ) -> None:
+        """Step a part and delete its gradients.
+
+        Args:
+            part: which.
+            kind: the kind of shard that holds its gradients.
+            present: the slots that have one.
+            shadow: steps the parameters, with the hyper-parameters of this step.
+            pinned: called once all shards are in host memory, before anything changes.
+
+        Raises:
+            ModelError: the optimizer cannot be stepped sub-group by sub-group.
+            StorageError: a shard could not be read or written.
+        """
+        positions = [position for position in sorted(present) if part.slots[position].param in shadow.group_of]
+        step = _Step(part, kind, positions, shadow, self._format_of(part).open(self._store, part, OPTIMIZER))
+        states = self._states[part.index].shards
+        kinds = [kind, *(state_kind(name) for name in states)]
+        changed = False
+        try:
+            scratch = [self._lease(step, name, self._state_format_of(part, states[name][0])) for name in states]
+            await gather_all([step.weights.pin(), *scratch, *(self._pin(step, each) for each in kinds)])
+            pinned()
+            for run in step.weights.runs:
+                await self._step_run(step, run)
+            changed = True
+            for name, values in step.fresh.items():
+                await self._add_shard(step, name, values)
+                HEAP.use(sum(value.nbytes for value in values.values()))
+            step.fresh.clear()
+            await self.compute(HEAP.make_room)
+        finally:
+            void = [kind, *(scratch_kind(name) for name in states)]
+            for each in step.flats:
+                self._store.release(part.key(each), owner=OPTIMIZER, dirty=each not in void)
+            await step.weights.release(changed=changed)
+        for each in void:
+            await self._store.delete(part.key(each))
+
+    async def _step_run(self, step: _Step, run: Run) -> None:
+        misfits = await self.compute(lambda: self._arithmetic(step, run))
+        if misfits is not None:
+            await step.weights.widen(self.compute)
+            await self.compute(lambda: step.weights.write(run, misfits))
+
+    async def compute(self, arithmetic: Callable[[], Any]) -> Any:
+        """Run something on the optimizer's thread; it has ended when this ends, however that is."""
+        job = asyncio.get_running_loop().run_in_executor(self._worker, arithmetic)
+        cancelled = False
+        while not job.done():
+            try:
+                await asyncio.wait([job])
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            job.exception()
+            raise asyncio.CancelledError
+        return job.result()
+
+    async def _pin(self, step: _Step, kind: str) -> None:
+        step.flats[kind] = (await self._store.fetch(step.part.key(kind), owner=OPTIMIZER, update=True)).tensor
+
+    async def _lease(self, step: _Step, name: str, states: StateFormat) -> None:
+        """Take the memory in which a state is made."""
+        num_bytes = states.scratch_bytes(step.part)
+        if num_bytes:
+            lease = await self._store.put(step.part.key(scratch_kind(name)), num_bytes, owner=OPTIMIZER)
+            step.flats[scratch_kind(name)] = lease.tensor
+
+    async def _add_shard(self, step: _Step, name: str, values: dict[int, torch.Tensor]) -> None:
+        part, kind, dtype = step.part, state_kind(name), next(iter(values.values())).dtype
+        states = self._state_format_of(part, dtype)
+        shard = (await self._store.put(part.key(kind), states.num_bytes(part), owner=OPTIMIZER)).tensor
+        step.flats[kind] = shard
+
+        def copy() -> None:
+            for position, value in values.items():
+                states.write(part, position, shard, value)
+
+        await self.compute(copy)
+        self._states[part.index].shards[name] = (dtype, set(values))
+
+    def _arithmetic(self, step: _Step, run: Run) -> torch.Tensor | None:
+        """Step the slots of a run (worker thread). Returns its weights if they do not fit where they are stored."""
+        part = step.part
+        weights = step.weights.read(run)
+        gradients = step.flats[step.kind].view(part.compute_dtype if step.kind == GRAD else part.step_dtype)
+        positions = [position for position in step.positions if position in run.positions]
+        members = []
+        for position in positions:
+            slot = part.slots[position]
+            param = nn.Parameter(run.view(slot, weights), requires_grad=slot.param.requires_grad)
+            vars(param).update(vars(slot.param))
+            param.grad = slot.view(gradients).to(part.step_dtype)
+            members.append((step.shadow.group_of[slot.param], param, self._live_state(step, run, position)))
+        if members or not step.positions:
+            after = step.shadow.step(members)
+            for position, (_, param, _) in zip(positions, members, strict=True):
+                self._keep_state(step, position, after[param])
+        return None if step.weights.write(run, weights) else weights
+
+    def _live_state(self, step: _Step, run: Run, position: int) -> dict[str, Any]:
+        part, state = step.part, self._states[step.part.index]
+        live = {
+            name: self._state_format_of(part, dtype).read(
+                part, position, step.flats[state_kind(name)], run, step.flats.get(scratch_kind(name))
+            )
+            for name, (dtype, slots) in state.shards.items()
+            if position in slots
+        }
+        return {**state.small.get(position, {}), **live}
+
+    def _keep_state(self, step: _Step, position: int, after: dict[str, Any]) -> None:
+        """Put each state into its shard, or set it aside for a new one; what has no place in either stays in memory."""
+        part, state = step.part, self._states[step.part.index]
+        small = state.small[position] = {}
+        for _, slots in state.shards.values():
+            slots.discard(position)
+        for name, value in after.items():
+            known = state.shards.get(name)
+            dtype = known[0] if known else next((each.dtype for each in step.fresh.get(name, {}).values()), None)
+            if not is_shard(value, part.slots[position]) or dtype not in (None, value.dtype):
+                small[name] = _detached(value, step.memory)
+            elif known is None:
+                step.fresh[name][position] = _detached(value, step.memory)
+            else:
+                self._state_format_of(part, value.dtype).write(part, position, step.flats[state_kind(name)], value)
+                known[1].add(position)
+
+
+def _detached(value: Any, memory: Iterable[torch.Tensor]) -> Any:
+    """A state that stays in memory: a copy if it lies in a shard, whose memory will be another's."""
+    if isinstance(value, torch.Tensor):
+        address = value.untyped_storage().data_ptr()
+        if any(address == flat.untyped_storage().data_ptr() for flat in memory):
+            return value.clone()
+    return value
