@@ -179,21 +179,29 @@ class _Layers(nn.Module):
 
 @pytest.mark.parametrize("precision", list(TRAFFIC))
 def test_the_engine_moves_what_is_said(precision: str, tmp_path: Path) -> None:
-    """With the smallest budgets hardly anything stays: a sixtieth of the state, or of the parameters."""
-    traffic, model = TRAFFIC[precision], _Layers()
+    """Where little more than one of sixty sub-groups has room, hardly anything stays.
+
+    Some of what is read ahead is displaced and read again. Under bf16 two planes are written, two bytes less than with
+    masters, to which a part falls back that has no room for a step in planes.
+    """
+    traffic, model, num_steps = TRAFFIC[precision], _Layers(), 3
     num_parameters = sum(param.numel() for param in model.parameters())
-    one_part = num_parameters // 60 * 18
-    config = Config(device="cpu", hbm=MIB, ram=one_part, nvme=tmp_path, precision=precision, prefetch=1, overlap=False)
+    little = num_parameters // 60 * 24
+    config = Config(device="cpu", hbm=MIB, ram=little, nvme=tmp_path, precision=precision, prefetch=1)
     with infinity.initialize(model, torch.optim.AdamW(model.parameters()), config) as engine:
-        for _ in range(3):
+        before = engine._store.statistics()
+        for step in range(2 + num_steps):
+            if step == 2:
+                engine.synchronize()
+                before = engine._store.statistics()
             engine.backward(engine(torch.randn(4, 256)))
             engine.step()
-        step = engine.last_step
-        assert step is not None
-    read, written = step.nvme_read_bytes / num_parameters, step.nvme_written_bytes / num_parameters
-    # So little memory cannot keep all that is read ahead: some of it is read twice.
-    assert 0.95 * traffic.read_bytes < read <= 1.2 * traffic.read_bytes
-    assert 0.95 * traffic.written_bytes < written <= 1.02 * traffic.written_bytes
+        engine.synchronize()
+        after = engine._store.statistics()
+    read = (after.read_bytes - before.read_bytes) / num_parameters / num_steps
+    written = (after.written_bytes - before.written_bytes) / num_parameters / num_steps
+    assert 0.9 * traffic.read_bytes < read <= 1.25 * traffic.read_bytes
+    assert 0.85 * traffic.written_bytes < written <= traffic.written_bytes
     assert traffic.written_bytes <= traffic.read_bytes
 
 

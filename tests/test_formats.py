@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pydantic import ByteSize
 from torch import nn
 
 import infinity
 from infinity import Config, Engine
 from infinity.engine import formats
 from infinity.engine.budget import Plan
-from infinity.engine.formats import Master, Whole, runs_of
+from infinity.engine.formats import Master, Whole, runs_of, with_masters
+from infinity.engine.planar import with_planes
 from infinity.engine.planes import Residuals
 from infinity.engine.unit import GRAD, GRAD_SUM, MASTER, PARAM, RESIDUAL, SCRATCH, UPPER
-from parity import CPU, Parity, Tiered, Trainer, assert_same, build, plan_of, smallest
+from parity import CPU, Parity, Tiered, Trainer, assert_same, build, plan_of
 from parity import tiny_scale as tiny_scale
 
 PAGE = 4096
@@ -60,6 +61,17 @@ def parts_with(engine: Engine, kind: str) -> list[bool]:
     return [part.key(kind) in engine._store for part in engine._parts if part.stepped]
 
 
+def in_planes(make_model: Any, make_optimizer: Any, nvme: Path, **fields: Any) -> Config:
+    """The least host memory with which a model is trained in planes, each parameter a sub-group."""
+    shared = {"device": "cpu", "hbm": "1MiB", "precision": "bf16", "nvme": nvme, "sub_group_bytes": 1, **fields}
+    made = plan_of(*build(make_model, make_optimizer), Config(**shared))
+    ram = dataclasses.replace(made, format_of=with_planes(made.parts)).smallest_ram(uploads=False)
+    config = Config(**shared, ram=ram)
+    with_planes_now = plan_of(*build(make_model, make_optimizer), config)
+    assert any(RESIDUAL in with_planes_now.shard_bytes(part) for part in with_planes_now.parts)
+    return config
+
+
 def plan(config: Config, make_model: Any = Stack) -> Plan:
     return plan_of(*build(make_model, adamw), config)
 
@@ -68,13 +80,14 @@ def plan(config: Config, make_model: Any = Stack) -> Plan:
 
 
 def test_planes_serve_where_bytes_are_written_to_nvme() -> None:
-    shared: dict[str, Any] = {"device": "cpu", "precision": "bf16", "nvme": ".", "sub_group_bytes": "1GiB"}
+    shared: dict[str, Any] = {"device": "cpu", "precision": "bf16", "nvme": ".", "sub_group_bytes": 1}
     state_bytes = plan(Config(**shared)).state_bytes
     for fields, kinds in (
         ({"ram": state_bytes}, {PARAM, MASTER}),
         ({"ram": state_bytes - 1}, {PARAM, RESIDUAL, UPPER}),
         ({"ram": state_bytes - 1, "nvme": ()}, {PARAM, MASTER}),
         ({"ram": state_bytes - 1, "precision": "fp32"}, {PARAM}),
+        ({"ram": 1}, {PARAM, MASTER}),  # in planes a step takes more memory than with masters
     ):
         made = plan(Config(**{**shared, **fields}))
         for part in made.parts:
@@ -90,14 +103,13 @@ def test_what_has_no_second_dtype_is_stored_whole() -> None:
             self.wide = nn.Parameter(torch.randn(4, dtype=torch.float64))
 
     model = Odd()
-    small = Config(device="cpu", precision="bf16", nvme=".", ram=1)
     optimizer = torch.optim.SGD([model.phase, model.wide], lr=0.1)
-    for config in (small, small.model_copy(update={"ram": ByteSize(1 << 30)})):
-        made = plan_of(model, optimizer, config)
-        found = {slot.name: made.format_of(part) for part in made.parts for slot in part.slots}
+    made = plan_of(model, optimizer, Config(device="cpu", precision="bf16", nvme="."))
+    for format_of in (with_masters, with_planes(made.parts)):
+        found = {slot.name: format_of(part) for part in made.parts for slot in part.slots}
         assert isinstance(found["phase"], Whole)
         assert isinstance(found["frozen"], Whole)
-        assert isinstance(found["wide"], Master) == (config is not small)
+        assert isinstance(found["wide"], Master) == (format_of is with_masters)
         phase = next(part for part in made.parts if part.slots[0].name == "phase")
         assert GRAD_SUM not in made.shard_bytes(phase)
 
@@ -107,6 +119,7 @@ def test_the_arithmetic_of_planes() -> None:
     model, optimizer = build(lambda: nn.Linear(96, 128), adamw)
     config = Config(device="cpu", precision="bf16", nvme=".", ram="64KiB", sub_group_bytes="1GiB")
     made = plan_of(model, optimizer, config)
+    made = dataclasses.replace(made, format_of=with_planes(made.parts))
     (part,) = made.parts
     n = part.num_elements
     assert n == 4 * PAGE
@@ -149,15 +162,17 @@ def test_training_in_runs_of_any_size(
 ) -> None:
     monkeypatch.setattr(formats, "_RUN_ELEMENTS", run_elements)
     case = Parity(make_model, adamw, three_steps, "bf16")
-    for config in (case.smallest(tmp_path), case.half(tmp_path, sub_group_bytes="1MiB", debug=True)):
+    for config in (in_planes(make_model, adamw, tmp_path), case.half(tmp_path, sub_group_bytes="1MiB", debug=True)):
         case.check(config)
 
 
 class Rounding(torch.optim.Optimizer):
-    """Steps by sign; every second time, what it leaves are values of fp16, with their ties."""
+    """Steps by sign; every second time, what it leaves of every second weight are values of fp16, with their ties."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {"lr": 1e-3})
+        for index, param in enumerate(model.parameters()):
+            param.rounds = index % 4 == 2  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -166,7 +181,7 @@ class Rounding(torch.optim.Optimizer):
                 if param.grad is not None:
                     number = self.state[param]["number"] = self.state[param].get("number", 0) + 1
                     param.sub_(param.grad.sign() * group["lr"])
-                    if number % 2 == 0 and param.ndim == 2:
+                    if number % 2 == 0 and param.rounds:
                         param.copy_(param.half())
 
 
@@ -185,8 +200,13 @@ def test_ties_beyond_the_table_take_a_third_plane_until_they_are_gone(
                 seen.append(parts_with(trainer.engine, UPPER))
         return losses
 
-    case = Parity(Stack, Rounding, script, "bf16")
-    for config in (case.smallest(tmp_path), case.half(tmp_path, debug=True)):
+    def stack() -> Stack:
+        return Stack(16)
+
+    case = Parity(stack, Rounding, script, "bf16")
+    single = in_planes(stack, Rounding, tmp_path, debug=True)
+    several = in_planes(stack, Rounding, tmp_path, sub_group_bytes="400KiB")  # in which the second weight is rounded
+    for config in (single, several):
         seen.clear()
         case.check(config)
         first, second, third, fourth = seen
@@ -200,7 +220,7 @@ def test_weights_from_fp16_are_kept_from_the_start(tmp_path: Path) -> None:
     case = Parity(HalfStack, adamw, three_steps, "bf16")
     model, optimizer = build(HalfStack, adamw)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    with infinity.initialize(model, optimizer, case.smallest(tmp_path)) as engine:
+    with infinity.initialize(model, optimizer, in_planes(HalfStack, adamw, tmp_path)) as engine:
         assert any(parts_with(engine, UPPER))
         assert_same(dict(engine.state_dict()), expected, "weights")
         assert_same(
@@ -217,7 +237,7 @@ def test_what_diverges_is_kept_too(tmp_path: Path) -> None:
 
     case = Parity(Stack, diverging, three_steps, "bf16")
     assert any(value.isnan().any() for value in case.expected.weights.values())
-    case.check(case.smallest(tmp_path))
+    case.check(in_planes(Stack, diverging, tmp_path))
 
 
 def test_weights_of_other_dtypes_and_strides(tmp_path: Path) -> None:
@@ -235,7 +255,7 @@ def test_weights_of_other_dtypes_and_strides(tmp_path: Path) -> None:
 
     model, optimizer = build(Various, sgd)
     expected = {name: value.detach().float().clone() for name, value in model.named_parameters()}
-    config = smallest(Various, sgd, precision="bf16", nvme=tmp_path)
+    config = in_planes(Various, sgd, tmp_path)
     with infinity.initialize(model, optimizer, config) as engine:
         assert all(parts_with(engine, RESIDUAL))
         state = dict(engine.state_dict())

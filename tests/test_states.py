@@ -107,7 +107,8 @@ def train(tmp_path: Path, **fields: Any) -> tuple[list[float], dict[str, Any], i
         state = engine.optimizer.state_dict()
         for usage in engine.usage().values():
             assert usage.peak_bytes <= usage.budget_bytes
-        assert not any(key.kind.startswith(SCRATCH) for key in engine._store._sizes)
+        assert engine._store.nvme is not None
+        assert not any(key.kind.startswith(SCRATCH) for key in engine._store.nvme._shards)
     return losses, state, engine
 
 

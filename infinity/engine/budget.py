@@ -94,7 +94,7 @@ class Plan:
         narrower = min([kind for kind in (GRAD, GRAD_SUM) if kind in sizes], key=sizes.__getitem__, default=None)
         if GRAD_SUM in sizes and narrower is not None:
             del sizes[narrower]
-        scratch_bytes = self.state_format_of(part, part.step_dtype).scratch_bytes(part)
+        scratch_bytes = self.state_format_of(part, part.step_dtype).scratch_bytes
         if scratch_bytes:
             sizes |= {scratch_kind(name): scratch_bytes for name in part.state_names}
         return self.format_of(part).in_step(part) | sizes
@@ -218,11 +218,11 @@ def plan_for(
         sub_group_bytes=sub_group_bytes(config),
     )
     parts = [part for unit in units for part in unit.parts]
-    plan = Plan(units, parts, precision, with_masters, states_as(config.optimizer_states))
+    plan = Plan(units, parts, precision, with_masters, states_as(config.optimizer_states, parts))
     # What stays in host memory is not written, so that fewer bytes would be more arithmetic for nothing.
     if not config.nvme or plan.state_bytes <= config.ram:
         return plan
-    in_planes = dataclasses.replace(plan, format_of=with_planes)
+    in_planes = dataclasses.replace(plan, format_of=with_planes(parts))
     uploads = device.type != "cpu"
     fits = in_planes.smallest_ram(uploads=uploads) <= config.ram  # a step in planes takes more memory than with masters
     return in_planes if fits else plan

@@ -25,6 +25,7 @@ import torch
 
 from infinity.engine.unit import MASTER, PARAM, Part, Slot
 from infinity.io.memory import PAGE_BYTES, round_up
+from infinity.store.shard import ShardKey
 from infinity.store.store import TieredStore
 
 T = TypeVar("T")
@@ -67,10 +68,10 @@ def runs_of(part: Part) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def largest_run_bytes(part: Part, dtype: torch.dtype) -> int:
-    """What the largest run takes in ``dtype``, in whole pages."""
-    largest = max(run.stop - run.start for run in runs_of(part))
-    return max(round_up(dtype.itemsize * largest, PAGE_BYTES), PAGE_BYTES)
+def scratch_bytes(parts: Iterable[Part]) -> int:
+    """What the largest run of any of the parts takes in fp32, in whole pages."""
+    largest = max((run.stop - run.start for part in parts if part.stepped for run in runs_of(part)), default=0)
+    return max(round_up(torch.float32.itemsize * largest, PAGE_BYTES), PAGE_BYTES)
 
 
 def flat_of(slot: Slot, value: torch.Tensor) -> torch.Tensor:
@@ -132,6 +133,49 @@ class Pins:
         """Unpin one and delete it, unwritten."""
         self.release(kind, dirty=False)
         await self._store.delete(self.part.key(kind))
+
+
+class Scratch:
+    """Memory in which each step makes what it does not keep, leased under a key like a shard's, so that budgets hold.
+
+    There is one of each kind for all parts, and it stays prepared from one step to the next unless somebody needs the
+    room sooner: else what is read ahead would fill it in between, only to leave again when the next step takes it.
+    Belongs to the loop thread.
+
+    Args:
+        store: whose host memory it is.
+        kind: which.
+        num_bytes: its size, the same for all parts.
+        owner: who pins it.
+    """
+
+    def __init__(self, store: TieredStore, kind: str, num_bytes: int, owner: str) -> None:
+        self._store = store
+        self._key = ShardKey(0, 0, kind)
+        self._num_bytes = num_bytes
+        self._owner = owner
+        self._memory: torch.Tensor | None = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """``uint8``, shape ``(num_bytes,)``, from ``take`` to ``give_back``."""
+        assert self._memory is not None, "scratch memory used while it is not taken"
+        return self._memory
+
+    async def take(self) -> None:
+        """Pin it.
+
+        Raises:
+            StorageError: what must leave could not be written.
+        """
+        self._memory = (await self._store.put(self._key, self._num_bytes, owner=self._owner)).tensor
+
+    def give_back(self) -> None:
+        """Unpin it, if it is pinned; its bytes are void."""
+        if self._memory is not None:
+            self._memory = None
+            self._store.release(self._key, owner=self._owner)
+            self._store.prepare(self._key, self._num_bytes)
 
 
 class OpenWeights(ABC):

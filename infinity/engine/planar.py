@@ -5,9 +5,6 @@ exceptions than the table behind the residuals holds, the part's new version is 
 upper halves of the weights, which with the low ones are all of their bits, and the parameters are only their rounding.
 The third shard goes at the first step whose result fits the table. Whether it exists is the only record of that.
 
-Memory in a step: the weights of a run are made in scratch memory, which is leased under a key like a shard's, so that
-budgets hold, and is given back unwritten.
-
 Assumed: nobody reads a part's planes between the ``pin`` and the ``release`` of whoever changes them. And bytes between
 two parameters are zero in each plane, from the first values on, so that they are never exceptions.
 
@@ -17,21 +14,23 @@ both: the extents of a deleted shard stay); exceptions in memory of their own (o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from infinity.engine.formats import (
     Compute,
+    FormatOf,
     NewWeights,
     OpenWeights,
     Pins,
     Run,
+    Scratch,
     Shelf,
     WeightFormat,
     flat_of,
-    largest_run_bytes,
     runs_of,
+    scratch_bytes,
     with_masters,
 )
 from infinity.engine.planes import (
@@ -53,7 +52,14 @@ _PIECE = 1 << 20
 
 
 class _Planes(WeightFormat):
-    """Two planes of 16 bits, and at times a third."""
+    """Two planes of 16 bits, and at times a third.
+
+    Args:
+        scratch_bytes: the memory in which a step makes the weights of a run.
+    """
+
+    def __init__(self, scratch_bytes: int) -> None:
+        self._scratch_bytes = scratch_bytes
 
     def shards(self, part: Part) -> dict[str, int]:
         return {PARAM: part.param_bytes, RESIDUAL: Residuals.num_bytes(part.num_elements)}
@@ -62,16 +68,16 @@ class _Planes(WeightFormat):
         return {**self.shards(part), UPPER: part.param_bytes}
 
     def in_step(self, part: Part) -> dict[str, int]:
-        return {**self.at_most(part), SCRATCH: largest_run_bytes(part, torch.float32)}
+        return {**self.at_most(part), SCRATCH: self._scratch_bytes}
 
     def read_by_step(self, part: Part) -> Sequence[str]:
         return [PARAM, RESIDUAL, UPPER]
 
     def open(self, store: TieredStore, part: Part, owner: str) -> OpenWeights:
-        return _OpenPlanes(Pins(store, part, owner))
+        return _OpenPlanes(Pins(store, part, owner), Scratch(store, SCRATCH, self._scratch_bytes, owner))
 
     def create(self, store: TieredStore, part: Part, owner: str) -> NewWeights:
-        return _NewPlanes(Pins(store, part, owner))
+        return _NewPlanes(Pins(store, part, owner), self.shards(part))
 
     def read(self, part: Part, slot: Slot, shelf: Shelf) -> torch.Tensor:
         # One shard after the other: a reader that waits holds nothing.
@@ -151,19 +157,20 @@ class _Writer:
 
 
 class _OpenPlanes(OpenWeights):
-    def __init__(self, pins: Pins) -> None:
+    def __init__(self, pins: Pins, scratch: Scratch) -> None:
         self.runs = runs_of(pins.part)
         self._pins = pins
+        self._scratch = scratch
         self._writer = _Writer(pins)
         self._was_wide = UPPER in pins
         self._exceptions = NO_EXCEPTIONS
 
     @property
     def memory(self) -> Iterable[torch.Tensor]:
-        return self._pins.shards.values()
+        return [self._scratch.memory, *self._pins.shards.values()]
 
     async def pin(self) -> None:
-        await self._pins.put(SCRATCH, largest_run_bytes(self._pins.part, torch.float32))
+        await self._scratch.take()
         await gather_all(self._pins.fetch(kind) for kind in (RESIDUAL, UPPER if self._was_wide else PARAM))
         if self._was_wide:
             await self._pins.put(PARAM, self._pins.part.param_bytes)
@@ -171,7 +178,7 @@ class _OpenPlanes(OpenWeights):
 
     def read(self, run: Run) -> torch.Tensor:
         place = slice(run.start, run.stop)
-        weights = self._pins.shards[SCRATCH].view(torch.float32)[: run.stop - run.start]
+        weights = self._scratch.memory.view(torch.float32)[: run.stop - run.start]
         residual = residuals_of(self._pins).plane[place]
         if self._was_wide:
             join_exactly(uppers_of(self._pins)[place], residual, weights)
@@ -188,23 +195,20 @@ class _OpenPlanes(OpenWeights):
     async def release(self, *, changed: bool) -> None:
         if changed:
             self._writer.end()
-        shards = self._pins.shards
-        void = [SCRATCH] if SCRATCH in shards else []
-        if changed and UPPER in shards and not self._writer.wide:
-            void.append(UPPER)
-        for kind in [kind for kind in shards if kind not in void]:
-            self._pins.release(kind, dirty=changed)
-        for kind in void:
-            await self._pins.discard(kind)
+        self._scratch.give_back()
+        if changed and UPPER in self._pins.shards and not self._writer.wide:
+            await self._pins.discard(UPPER)
+        self._pins.release_all(dirty=changed)
 
 
 class _NewPlanes(NewWeights):
-    def __init__(self, pins: Pins) -> None:
+    def __init__(self, pins: Pins, sizes: Mapping[str, int]) -> None:
         self._pins = pins
+        self._sizes = sizes
         self._writer = _Writer(pins)
 
     async def pin(self) -> None:
-        for kind, num_bytes in _Planes().shards(self._pins.part).items():
+        for kind, num_bytes in self._sizes.items():
             await self._pins.put(kind, num_bytes)
 
     def write(self, position: int, value: torch.Tensor) -> bool:
@@ -238,7 +242,12 @@ def residuals_of(pins: Pins) -> Residuals:
     return Residuals(pins.shards[RESIDUAL], pins.part.num_elements)
 
 
-def with_planes(part: Part) -> WeightFormat:
+def with_planes(parts: Sequence[Part]) -> FormatOf:
     """Planes for what is stepped in fp32 and computes in bf16."""
-    is_pair = (part.compute_dtype, part.step_dtype) == (torch.bfloat16, torch.float32)
-    return _Planes() if part.stepped and is_pair else with_masters(part)
+    planes = _Planes(scratch_bytes(parts))
+
+    def of(part: Part) -> WeightFormat:
+        is_pair = (part.compute_dtype, part.step_dtype) == (torch.bfloat16, torch.float32)
+        return planes if part.stepped and is_pair else with_masters(part)
+
+    return of

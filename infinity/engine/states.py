@@ -11,14 +11,14 @@ of parameters of fewer than ``PACKED_ELEMENTS``: biases and norms, which take li
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from infinity.engine.codecs import Blockwise, Codec, Rounded
-from infinity.engine.formats import Run, flat_of, largest_run_bytes
+from infinity.engine.formats import Run, flat_of, scratch_bytes
 from infinity.engine.unit import SCRATCH, Part, Slot
 from infinity.io.memory import PAGE_BYTES, round_up
 
@@ -27,7 +27,7 @@ PACKED_ELEMENTS = 4096
 
 
 def scratch_kind(name: str) -> str:
-    """The key under which the memory is leased in which one of the optimizer's states is made."""
+    """The kind of memory in which one of the optimizer's states is made."""
     return f"{SCRATCH}.{name}"
 
 
@@ -38,8 +38,9 @@ class StateFormat(ABC):
     def num_bytes(self, part: Part) -> int:
         """The size of the shard."""
 
-    def scratch_bytes(self, part: Part) -> int:
-        """The memory that a step needs beside the shard."""
+    @property
+    def scratch_bytes(self) -> int:
+        """The memory that a step needs beside the shard, the same for all parts."""
         return 0
 
     @abstractmethod
@@ -53,7 +54,7 @@ class StateFormat(ABC):
             position: the slot.
             shard: ``uint8``, shape ``(num_bytes(part),)``.
             run: the run to which the slot belongs.
-            scratch: ``uint8``, of at least ``scratch_bytes(part)``; each slot of a run has its own place in it.
+            scratch: ``uint8``, shape ``(scratch_bytes,)``; each slot of a run has its own place in it.
         """
 
     @abstractmethod
@@ -118,10 +119,12 @@ class Packed(StateFormat):
 
     Args:
         codec: what makes them.
+        scratch_bytes: the memory in which a step makes the states of a run.
     """
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, scratch_bytes: int) -> None:
         self._codec = codec
+        self._scratch_bytes = scratch_bytes
         self._places: dict[int, list[_Place]] = {}  # by part
 
     def num_bytes(self, part: Part) -> int:
@@ -129,9 +132,10 @@ class Packed(StateFormat):
         ends = [end for place in self._places_of(part) for end in (place.codes.stop, place.scales.stop)]
         return round_up(max(part.num_elements * self._codec.code_bytes, *ends), PAGE_BYTES)
 
-    def scratch_bytes(self, part: Part) -> int:
+    @property
+    def scratch_bytes(self) -> int:
         """See ``StateFormat``."""
-        return largest_run_bytes(part, torch.float32)
+        return self._scratch_bytes
 
     def read(
         self, part: Part, position: int, shard: torch.Tensor, run: Run, scratch: torch.Tensor | None
@@ -198,11 +202,11 @@ def exact_states(part: Part, dtype: torch.dtype) -> StateFormat:
     return Exact(dtype)
 
 
-def states_as(name: Literal["full", "bf16", "int8"]) -> StateFormatOf:
-    """How states are stored under ``Config.optimizer_states``."""
+def states_as(name: Literal["full", "bf16", "int8"], parts: Sequence[Part]) -> StateFormatOf:
+    """How the states of ``parts`` are stored under ``Config.optimizer_states``."""
     if name == "full":
         return exact_states
-    packed = Packed({"bf16": Rounded, "int8": Blockwise}[name]())
+    packed = Packed({"bf16": Rounded, "int8": Blockwise}[name](), scratch_bytes(parts))
 
     def of(part: Part, dtype: torch.dtype) -> StateFormat:
         pays = dtype == torch.float32 and any(slot.num_elements >= PACKED_ELEMENTS for slot in part.slots)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.engine.formats import FormatOf, OpenWeights, Run
+from infinity.engine.formats import FormatOf, OpenWeights, Run, Scratch
 from infinity.engine.shadow import Shadow, is_shard
-from infinity.engine.states import StateFormat, StateFormatOf, exact_states, scratch_kind
+from infinity.engine.states import StateFormatOf, exact_states, scratch_kind
 from infinity.engine.unit import GRAD, Part, state_kind
 from infinity.io.memory import HEAP
 from infinity.io.tasks import gather_all
@@ -56,7 +56,8 @@ class _Step:
         positions: the slots that are stepped.
         shadow: steps them.
         weights: the part's.
-        flats: the gradients and states that are pinned, and memory to make states in, by kind.
+        flats: the gradients and states that are pinned, by kind.
+        scratch: memory to make states in, by their names.
         fresh: states that have no shard yet, by name and slot.
     """
 
@@ -66,12 +67,14 @@ class _Step:
     shadow: Shadow
     weights: OpenWeights
     flats: dict[str, torch.Tensor] = field(default_factory=dict)
+    scratch: dict[str, Scratch] = field(default_factory=dict)
     fresh: dict[str, dict[int, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
     @property
     def memory(self) -> list[torch.Tensor]:
         """All that is pinned."""
-        return [*self.flats.values(), *self.weights.memory]
+        scratch = [each.memory for each in self.scratch.values()]
+        return [*self.flats.values(), *scratch, *self.weights.memory]
 
 
 class SubGroupStepper:
@@ -126,9 +129,13 @@ class SubGroupStepper:
         step = _Step(part, kind, positions, shadow, self._format_of(part).open(self._store, part, OPTIMIZER))
         states = self._states[part.index].shards
         kinds = [kind, *(state_kind(name) for name in states)]
+        for name, (dtype, _) in states.items():
+            num_bytes = self._state_format_of(part, dtype).scratch_bytes
+            if num_bytes:
+                step.scratch[name] = Scratch(self._store, scratch_kind(name), num_bytes, OPTIMIZER)
         changed = False
         try:
-            scratch = [self._lease(step, name, self._state_format_of(part, states[name][0])) for name in states]
+            scratch = [each.take() for each in step.scratch.values()]
             await gather_all([step.weights.pin(), *scratch, *(self._pin(step, each) for each in kinds)])
             pinned()
             for run in step.weights.runs:
@@ -140,12 +147,12 @@ class SubGroupStepper:
             step.fresh.clear()
             await self.compute(HEAP.make_room)
         finally:
-            void = [kind, *(scratch_kind(name) for name in states)]
+            for name in step.scratch:
+                step.scratch[name].give_back()
             for each in step.flats:
-                self._store.release(part.key(each), owner=OPTIMIZER, dirty=each not in void)
+                self._store.release(part.key(each), owner=OPTIMIZER, dirty=each != kind)
             await step.weights.release(changed=changed)
-        for each in void:
-            await self._store.delete(part.key(each))
+        await self._store.delete(part.key(kind))
 
     async def _step_run(self, step: _Step, run: Run) -> None:
         misfits = await self.compute(lambda: self._arithmetic(step, run))
@@ -169,13 +176,6 @@ class SubGroupStepper:
 
     async def _pin(self, step: _Step, kind: str) -> None:
         step.flats[kind] = (await self._store.fetch(step.part.key(kind), owner=OPTIMIZER, update=True)).tensor
-
-    async def _lease(self, step: _Step, name: str, states: StateFormat) -> None:
-        """Take the memory in which a state is made."""
-        num_bytes = states.scratch_bytes(step.part)
-        if num_bytes:
-            lease = await self._store.put(step.part.key(scratch_kind(name)), num_bytes, owner=OPTIMIZER)
-            step.flats[scratch_kind(name)] = lease.tensor
 
     async def _add_shard(self, step: _Step, name: str, values: dict[int, torch.Tensor]) -> None:
         part, kind, dtype = step.part, state_kind(name), next(iter(values.values())).dtype
@@ -211,13 +211,12 @@ class SubGroupStepper:
 
     def _live_state(self, step: _Step, run: Run, position: int) -> dict[str, Any]:
         part, state = step.part, self._states[step.part.index]
-        live = {
-            name: self._state_format_of(part, dtype).read(
-                part, position, step.flats[state_kind(name)], run, step.flats.get(scratch_kind(name))
-            )
-            for name, (dtype, slots) in state.shards.items()
-            if position in slots
-        }
+        live = {}
+        for name, (dtype, slots) in state.shards.items():
+            if position in slots:
+                scratch = step.scratch[name].memory if name in step.scratch else None
+                states, shard = self._state_format_of(part, dtype), step.flats[state_kind(name)]
+                live[name] = states.read(part, position, shard, run, scratch)
         return {**state.small.get(position, {}), **live}
 
     def _keep_state(self, step: _Step, position: int, after: dict[str, Any]) -> None:
