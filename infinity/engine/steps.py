@@ -82,11 +82,6 @@ class OptimizerSteps:
         assert optimizer is not None
         return optimizer
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a step has begun under backward that ``step()`` has yet to complete."""
-        return self._open is not None
-
     def check(self) -> None:
         """Refuse to go on where the state is not whole.
 

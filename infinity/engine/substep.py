@@ -11,7 +11,6 @@ Arithmetic runs on one worker thread; the loop only moves bytes.
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ from infinity.engine.shadow import Shadow, is_shard
 from infinity.engine.states import StateFormatOf, exact_states, scratch_kind
 from infinity.engine.unit import GRAD, Part, state_kind
 from infinity.io.memory import HEAP
-from infinity.io.tasks import gather_all
+from infinity.io.tasks import call_in_executor, gather_all
 from infinity.store.store import TieredStore
 
 OPTIMIZER = "optimizer"
@@ -162,17 +161,7 @@ class SubGroupStepper:
 
     async def compute(self, arithmetic: Callable[[], Any]) -> Any:
         """Run something on the optimizer's thread; it has ended when this ends, however that is."""
-        job = asyncio.get_running_loop().run_in_executor(self._worker, arithmetic)
-        cancelled = False
-        while not job.done():
-            try:
-                await asyncio.wait([job])
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            job.exception()
-            raise asyncio.CancelledError
-        return job.result()
+        return await call_in_executor(self._worker, arithmetic)
 
     async def _pin(self, step: _Step, kind: str) -> None:
         step.flats[kind] = (await self._store.fetch(step.part.key(kind), owner=OPTIMIZER, update=True)).tensor

@@ -12,6 +12,7 @@ import torch
 from infinity.io.completion import InFlight
 from infinity.io.memory import allocate
 from infinity.io.numa import ANYWHERE, Placement
+from infinity.io.tasks import call_in_executor
 from infinity.store.pool import BufferPool
 from infinity.store.residency import Fill, Residency, Spill
 from infinity.store.shard import ShardKey
@@ -59,19 +60,8 @@ class HostTier:
 
         However it ends, the thread has then done with both.
         """
-        cancelled = False
         with self._copies:
-            job = asyncio.get_running_loop().run_in_executor(self._copier, np.copyto, target.numpy(), source.numpy())
-            while not job.done():
-                try:
-                    await asyncio.wait([job])
-                except asyncio.CancelledError:
-                    cancelled = True
-        error = job.exception()
-        if cancelled:
-            raise asyncio.CancelledError
-        if error is not None:
-            raise error
+            await call_in_executor(self._copier, np.copyto, target.numpy(), source.numpy())
 
     def usage(self) -> TierUsage:
         """Bytes leased now, at most, and allowed."""
