@@ -98,8 +98,8 @@ class StepStream:
 
     @property
     def parts(self) -> Sequence[Part]:
-        """What waits for its turn, in the order in which it came."""
-        return [job.part for job in self._jobs]
+        """What waits for its turn, in the order in which it will have it, as far as can be said now."""
+        return [job.part for job in sorted(self._jobs, key=self._turn)]  # stable: equals in the order they came in
 
     def is_pending(self, unit: int) -> bool:
         """Whether a part of the unit is on the way."""
@@ -168,7 +168,7 @@ class StepStream:
     async def _run(self) -> None:
         try:
             while self._jobs:
-                job = self._next()
+                job = min(self._jobs, key=self._turn)
                 self._jobs.remove(job)
                 await self._step(job)
                 self._pending[job.part.unit] -= 1
@@ -182,13 +182,11 @@ class StepStream:
             self._task = None
             self._tell()
 
-    def _next(self) -> Job:
-        awaited = [job for job in self._jobs if self._awaited[job.part.unit]]
-        if awaited:
-            return awaited[0]
-        if self._in_order_of_need:
-            return min(self._jobs, key=lambda job: (self._unit_distance(job.part.unit), job.part.index))
-        return self._jobs[0]
+    def _turn(self, job: Job) -> tuple[bool, float, int]:
+        """What comes first has the least; of equals it is the one that came first."""
+        unit = job.part.unit
+        needed = (self._unit_distance(unit), job.part.index) if self._in_order_of_need else (0.0, 0)
+        return not self._awaited[unit], *needed
 
     async def _step(self, job: Job) -> None:
         await self._device.invalidate(job.part.unit)

@@ -11,8 +11,9 @@ Arithmetic runs on one worker thread; the loop only moves bytes.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from torch import nn
 from infinity.engine.formats import FormatOf, OpenWeights, Run, Scratch
 from infinity.engine.shadow import Shadow, is_shard
 from infinity.engine.states import StateFormatOf, exact_states, scratch_kind
-from infinity.engine.unit import GRAD, Part, state_kind
+from infinity.engine.unit import GRAD, Part, Slot, state_kind
 from infinity.io.memory import HEAP
 from infinity.io.tasks import call_in_executor, gather_all
 from infinity.store.store import TieredStore
@@ -56,6 +57,7 @@ class _Step:
         shadow: steps them.
         weights: the part's.
         flats: the gradients and states that are pinned, by kind.
+        wide: where gradients are made in the dtype that is stepped.
         scratch: memory to make states in, by their names.
         fresh: states that have no shard yet, by name and slot.
     """
@@ -66,14 +68,15 @@ class _Step:
     shadow: Shadow
     weights: OpenWeights
     flats: dict[str, torch.Tensor] = field(default_factory=dict)
+    wide: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     scratch: dict[str, Scratch] = field(default_factory=dict)
     fresh: dict[str, dict[int, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """All that is pinned."""
+        """All that is used again after this step."""
         scratch = [each.memory for each in self.scratch.values()]
-        return [*self.flats.values(), *scratch, *self.weights.memory]
+        return [*self.flats.values(), self.wide, *scratch, *self.weights.memory]
 
 
 class SubGroupStepper:
@@ -99,6 +102,7 @@ class SubGroupStepper:
         self._state_format_of = state_format_of
         self._states: dict[int, PartState] = defaultdict(PartState)
         self._worker = worker
+        self._wide = torch.empty(0, dtype=torch.uint8)
 
     def state_of(self, part: Part) -> PartState:
         """The optimizer's state of a part."""
@@ -125,7 +129,8 @@ class SubGroupStepper:
             StorageError: a shard could not be read or written.
         """
         positions = [position for position in sorted(present) if part.slots[position].param in shadow.group_of]
-        step = _Step(part, kind, positions, shadow, self._format_of(part).open(self._store, part, OPTIMIZER))
+        weights = self._format_of(part).open(self._store, part, OPTIMIZER)
+        step = _Step(part, kind, positions, shadow, weights, wide=self._wide)
         states = self._states[part.index].shards
         kinds = [kind, *(state_kind(name) for name in states)]
         for name, (dtype, _) in states.items():
@@ -137,14 +142,10 @@ class SubGroupStepper:
             scratch = [each.take() for each in step.scratch.values()]
             await gather_all([step.weights.pin(), *scratch, *(self._pin(step, each) for each in kinds)])
             pinned()
-            for run in step.weights.runs:
-                await self._step_run(step, run)
+            await self._step_runs(step)
             changed = True
-            for name, values in step.fresh.items():
-                await self._add_shard(step, name, values)
-                HEAP.use(sum(value.nbytes for value in values.values()))
-            step.fresh.clear()
-            await self.compute(HEAP.make_room)
+            if step.fresh:
+                await self._add_shards(step)
         finally:
             for name in step.scratch:
                 step.scratch[name].give_back()
@@ -153,11 +154,11 @@ class SubGroupStepper:
             await step.weights.release(changed=changed)
         await self._store.delete(part.key(kind))
 
-    async def _step_run(self, step: _Step, run: Run) -> None:
-        misfits = await self.compute(lambda: self._arithmetic(step, run))
-        if misfits is not None:
+    async def _step_runs(self, step: _Step) -> None:
+        runs = iter(step.weights.runs)
+        while (misfit := await self.compute(lambda: self._arithmetic(step, runs))) is not None:
             await step.weights.widen(self.compute)
-            await self.compute(lambda: step.weights.write(run, misfits))
+            await self.compute(functools.partial(step.weights.write, *misfit))
 
     async def compute(self, arithmetic: Callable[[], Any]) -> Any:
         """Run something on the optimizer's thread; it has ended when this ends, however that is."""
@@ -165,6 +166,14 @@ class SubGroupStepper:
 
     async def _pin(self, step: _Step, kind: str) -> None:
         step.flats[kind] = (await self._store.fetch(step.part.key(kind), owner=OPTIMIZER, update=True)).tensor
+
+    async def _add_shards(self, step: _Step) -> None:
+        """Make shards of the states that have none yet."""
+        for name, values in step.fresh.items():
+            await self._add_shard(step, name, values)
+            HEAP.use(sum(value.nbytes for value in values.values()))
+        step.fresh.clear()
+        await self.compute(HEAP.make_room)
 
     async def _add_shard(self, step: _Step, name: str, values: dict[int, torch.Tensor]) -> None:
         part, kind, dtype = step.part, state_kind(name), next(iter(values.values())).dtype
@@ -179,24 +188,45 @@ class SubGroupStepper:
         await self.compute(copy)
         self._states[part.index].shards[name] = (dtype, set(values))
 
-    def _arithmetic(self, step: _Step, run: Run) -> torch.Tensor | None:
-        """Step the slots of a run (worker thread). Returns its weights if they do not fit where they are stored."""
+    def _arithmetic(self, step: _Step, runs: Iterator[Run]) -> tuple[Run, torch.Tensor] | None:
+        """Step run after run (worker thread). One whose weights do not fit where they are stored is returned at once.
+
+        All in one call: beside training, each one waits for its turn.
+        """
+        for run in runs:
+            weights = step.weights.read(run)
+            self._step_run(step, run, weights)
+            if not step.weights.write(run, weights):
+                return run, weights
+        HEAP.make_room()
+        return None
+
+    def _step_run(self, step: _Step, run: Run, weights: torch.Tensor) -> None:
+        """Step the slots of a run."""
         part = step.part
-        weights = step.weights.read(run)
-        gradients = step.flats[step.kind].view(part.compute_dtype if step.kind == GRAD else part.step_dtype)
         positions = [position for position in step.positions if position in run.positions]
         members = []
         for position in positions:
             slot = part.slots[position]
             param = nn.Parameter(run.view(slot, weights), requires_grad=slot.param.requires_grad)
             vars(param).update(vars(slot.param))
-            param.grad = slot.view(gradients).to(part.step_dtype)
+            param.grad = self._gradient(step, run, slot)
             members.append((step.shadow.group_of[slot.param], param, self._live_state(step, run, position)))
         if members or not step.positions:
             after = step.shadow.step(members)
             for position, (_, param, _) in zip(positions, members, strict=True):
                 self._keep_state(step, position, after[param])
-        return None if step.weights.write(run, weights) else weights
+
+    def _gradient(self, step: _Step, run: Run, slot: Slot) -> torch.Tensor:
+        """A slot's gradient in the dtype that is stepped; a copy lies in memory that the next run uses again."""
+        part, shard = step.part, step.flats[step.kind]
+        if step.kind != GRAD or part.compute_dtype == part.step_dtype:
+            return slot.view(shard.view(part.step_dtype))
+        num_bytes = (run.stop - run.start) * part.step_dtype.itemsize
+        if step.wide.nbytes < num_bytes:
+            step.wide = self._wide = torch.empty(num_bytes, dtype=torch.uint8)
+        wide = run.view(slot, step.wide[:num_bytes].view(part.step_dtype))
+        return wide.copy_(slot.view(shard.view(part.compute_dtype)))
 
     def _live_state(self, step: _Step, run: Run, position: int) -> dict[str, Any]:
         part, state = step.part, self._states[step.part.index]
