@@ -2,7 +2,8 @@
 
 From the first forward on, each instant of the training thread is one of: the forward or backward of a unit (or of what
 lies between units, under the name ``model``), something outside the model (a loss, a loader, the user's own code), or a
-wait, named by its cause. A recomputation under backward counts as backward.
+wait, named by its cause; or what it does aside, which is none of these. A recomputation under backward counts as
+backward.
 """
 
 from __future__ import annotations
@@ -35,6 +36,15 @@ class Activity:
         if self._since is not None:
             self._recorder.record(TRAINING, self._phase, self._since, now, unit=self._unit)
         self._phase, self._unit, self._since = phase, unit, now
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """The training thread does something else meanwhile, which is recorded where it is done."""
+        self.switch(self._phase, self._unit)
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
 
     @contextlib.contextmanager
     def waiting(self, what: str = _MODEL) -> Iterator[list[tuple[str, float]]]:

@@ -62,7 +62,7 @@ class Engine:
         states = self._traits.states
         self._plan = plan_within(model, config, device, lambda other: plan_for(model, stepped, states, other, device))
         self._precision, self._units, self._parts = self._plan.precision, self._plan.units, self._plan.parts
-        self._resources = Resources()
+        self._resources = Resources(device)
         try:
             self._build(optimizer, device)
         except BaseException:
@@ -122,7 +122,7 @@ class Engine:
         activity = self._activity = Activity(self.recorder)
         stream = resources.stream = StepStream(self._stepper, self._device, unit_distance=orders.next_in_training)
         recorder, names = self.recorder, self.unit_names
-        stream.observe = lambda part, begun, ended: recorder.record(
+        self._stepper.observe = lambda part, begun, ended: recorder.record(
             OPTIMIZER, "step", begun, ended, unit=names[part.unit], part=part.position
         )
         self._scheduler = PrefetchScheduler(

@@ -89,7 +89,7 @@ class ModuleHooks:
             model.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after_model, always_call=True, with_kwargs=True),
         ]
-        self._param_hooks = ParamHooks(gradients, [part for unit in units for part in unit.parts], self._watch_backward)
+        self._param_hooks = ParamHooks(gradients, [part for unit in units for part in unit.parts], self._take_gradient)
         self._watched = watch_reads(units, self._read)
 
     def remove(self) -> None:
@@ -192,6 +192,13 @@ class ModuleHooks:
             self._activity.switch("backward" if in_backward else "forward", *([unit.name] if unit is not None else []))
         else:
             self._activity.switch("outside")
+        self._lend_thread()
+
+    def _lend_thread(self) -> None:
+        """Between two pieces of its work the training thread computes what the optimizer has no thread for."""
+        if self._steps.needs_thread:
+            with self._activity.aside():
+                self._steps.lend_thread()
 
     def _leave(self, unit: Unit | None, module: nn.Module) -> Scope | None:
         """End a scope. ``None`` if it never began: PyTorch calls our hook also when an earlier pre-hook raised."""
@@ -291,6 +298,11 @@ class ModuleHooks:
             self._backward_task = torch._C._current_graph_task_id()
             self._activity.switch("backward")
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _take_gradient(self) -> None:
+        """A gradient has come."""
+        self._watch_backward()
+        self._lend_thread()
 
     def _end_backward(self) -> None:
         lent = self._backward_scope.lent

@@ -6,10 +6,13 @@ import contextlib
 import os
 from typing import Any
 
+import torch
+
 from infinity.engine.hooks import ModuleHooks
+from infinity.engine.lent import LentThread
 from infinity.engine.refusals import Refusals
 from infinity.engine.stream import StepStream
-from infinity.engine.worker import OptimizerThread
+from infinity.engine.worker import OptimizerThread, Worker
 from infinity.store.device import DeviceTier
 from infinity.store.loop import LoopThread, register_exit, unregister_exit
 from infinity.store.nvme import NvmeTier
@@ -21,16 +24,20 @@ class Resources:
 
     And when the interpreter exits: early enough for threads and executors to take part (``register_exit``), and only in
     the process that made it, since a forked child has neither the loop's thread nor the directories.
+
+    Args:
+        device: where training computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._pid = os.getpid()
         self.loop = LoopThread()
         self.stream: StepStream | None = None
         self.nvme: NvmeTier | None = None
         self.store: TieredStore | None = None
         self.device: DeviceTier | None = None
-        self.worker = OptimizerThread()
+        self.worker: Worker = LentThread() if device.type == "cpu" else OptimizerThread()
+        self.loop.waiter = self.worker
         self.hooks: ModuleHooks | None = None
         self.refusals: Refusals | None = None
         self.handles: list[Any] = []

@@ -29,7 +29,7 @@ from infinity.engine.shadow import Shadow
 from infinity.engine.stream import Job, StepStream, half_way
 from infinity.engine.substep import SubGroupStepper
 from infinity.engine.unit import Part, Unit
-from infinity.engine.worker import OptimizerThread
+from infinity.engine.worker import Worker
 from infinity.errors import EngineStateError, ModelError
 from infinity.store.loop import LoopThread
 
@@ -48,7 +48,7 @@ class OptimizerSteps:
         parts: all parts.
         optimizer: the user's.
         overlaps: whether a step may run beside training.
-        worker: the thread that computes; it follows the training thread's number of threads, step by step.
+        worker: computes; it follows the training thread's number of threads, step by step.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OptimizerSteps:
         optimizer: torch.optim.Optimizer,
         *,
         overlaps: bool,
-        worker: OptimizerThread,
+        worker: Worker,
     ) -> None:
         self._loop = loop
         self._stream = stream
@@ -140,7 +140,16 @@ class OptimizerSteps:
         """Have the step before ended, so that this one can be taken: an interrupt of this wait loses nothing."""
         if self._open is None:
             self._finish()
-            self._worker.follow_caller()
+        self._worker.follow_caller()
+
+    @property
+    def needs_thread(self) -> bool:
+        """Whether arithmetic waits for a thread to be lent."""
+        return self._worker.has_calls
+
+    def lend_thread(self) -> None:
+        """Compute on the calling thread what waits for one."""
+        self._worker.lend()
 
     def complete(self, gradients: Gradients) -> None:
         """Step the parts that are left; waits for them unless steps overlap training.

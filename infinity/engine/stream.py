@@ -22,8 +22,6 @@ Everything here belongs to the loop thread.
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -70,7 +68,6 @@ class StepStream:
 
     Attributes:
         stepping: called when the shards of a job are all in memory and its arithmetic begins.
-        observe: told of each job when its arithmetic began and ended.
         error: what ended it.
     """
 
@@ -93,7 +90,6 @@ class StepStream:
         self._closed = False
         self._told = False
         self.stepping: Callable[[Part], None] = lambda part: None
-        self.observe: Callable[[Part, float, float], None] = lambda part, begun, ended: None
         self.error: BaseException | None = None
 
     @property
@@ -189,17 +185,9 @@ class StepStream:
         return not self._awaited[unit], *needed
 
     async def _step(self, job: Job) -> None:
-        await self._device.invalidate(job.part.unit)
-        begun = math.nan
-
-        def pinned() -> None:
-            nonlocal begun
-            begun = time.perf_counter()
-            self.stepping(part)
-
         part = job.part
-        await self._stepper.step(part, job.kind, job.present, job.shadow, pinned)
-        self.observe(part, begun, time.perf_counter())
+        await self._device.invalidate(part.unit)
+        await self._stepper.step(part, job.kind, job.present, job.shadow, lambda: self.stepping(part))
 
     def _tell(self) -> None:
         changed, self._changed = self._changed, None

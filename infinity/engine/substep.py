@@ -6,15 +6,16 @@ are views of the weights (``formats.py``), one run of them after the other. Then
 State tensors of the parameter's shape become shards (``states.py``); everything else (step counters, factored moments)
 stays in memory as the optimizer made it.
 
-Arithmetic runs on one worker thread; the loop only moves bytes.
+Arithmetic runs where a worker says (``worker.py``); the loop only moves bytes.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,9 @@ class SubGroupStepper:
         format_of: how the weights of each part are stored.
         worker: where the arithmetic runs; the caller's to shut down.
         state_format_of: how its optimizer states are.
+
+    Attributes:
+        observe: told of a part when its arithmetic, or a piece of it, has run, and from when to when; by any thread.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class SubGroupStepper:
         store: TieredStore,
         *,
         format_of: FormatOf,
-        worker: ThreadPoolExecutor,
+        worker: Executor,
         state_format_of: StateFormatOf = exact_states,
     ) -> None:
         self._store = store
@@ -103,6 +107,7 @@ class SubGroupStepper:
         self._states: dict[int, PartState] = defaultdict(PartState)
         self._worker = worker
         self._wide = torch.empty(0, dtype=torch.uint8)
+        self.observe: Callable[[Part, float, float], None] = lambda part, begun, ended: None
 
     def state_of(self, part: Part) -> PartState:
         """The optimizer's state of a part."""
@@ -189,17 +194,21 @@ class SubGroupStepper:
         self._states[part.index].shards[name] = (dtype, set(values))
 
     def _arithmetic(self, step: _Step, runs: Iterator[Run]) -> tuple[Run, torch.Tensor] | None:
-        """Step run after run (worker thread). One whose weights do not fit where they are stored is returned at once.
+        """Step run after run, where the worker computes; one whose weights do not fit as they are stored is returned.
 
         All in one call: beside training, each one waits for its turn.
         """
-        for run in runs:
-            weights = step.weights.read(run)
-            self._step_run(step, run, weights)
-            if not step.weights.write(run, weights):
-                return run, weights
-        HEAP.make_room()
-        return None
+        begun = time.perf_counter()
+        try:
+            for run in runs:
+                weights = step.weights.read(run)
+                self._step_run(step, run, weights)
+                if not step.weights.write(run, weights):
+                    return run, weights
+            HEAP.make_room()
+            return None
+        finally:
+            self.observe(step.part, begun, time.perf_counter())
 
     def _step_run(self, step: _Step, run: Run, weights: torch.Tensor) -> None:
         """Step the slots of a run."""

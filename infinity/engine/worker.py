@@ -1,4 +1,4 @@
-"""``OptimizerThread``: the one thread that steps sub-groups, with exactly the training thread's number of threads.
+"""``Worker``: where the optimizer computes, with exactly the training thread's number of threads. ``OptimizerThread``.
 
 The number of threads that an operator runs on is part of its result: ``sum``, ``mean`` and ``dot`` over a whole tensor
 split it by threads and round once for each. (Found by trying 1 to 4 threads: these change their bits, norms and matrix
@@ -40,32 +40,70 @@ optimizer's threads         nice 0  nice 5  nice 10
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from infinity.store.loop import Idle
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class OptimizerThread(ThreadPoolExecutor):
-    """An executor of one thread, whose operators run on as many threads as those of whoever is followed.
+class Worker(Executor):
+    """Where sub-groups are stepped, one call after the other.
 
-    Until ``follow_caller`` is called first, that is the thread that made it.
+    Attributes:
+        counts: with how many threads what is submitted now computes: as many as whoever is followed, at first the
+            thread that made it.
     """
 
-    def __init__(self, name: str = "infinity-optimizer") -> None:
-        super().__init__(1, name)
-        self._counts = ThreadCounts.of_caller()
+    def __init__(self) -> None:
+        self.counts = ThreadCounts.of_caller()
 
     def follow_caller(self) -> None:
         """Compute what is submitted from now on with the calling thread's numbers of threads: training's."""
-        self._counts = ThreadCounts.of_caller()
+        self.counts = ThreadCounts.of_caller()
+
+    @property
+    @abstractmethod
+    def has_calls(self) -> bool:
+        """Whether calls wait for a thread to be lent."""
+
+    @abstractmethod
+    def lend(self) -> None:
+        """Use the calling thread for calls that wait for one."""
+
+    @abstractmethod
+    def wait(self, future: Future[Any], timeout: float) -> None:
+        """Wait for a future of the loop's, for ``timeout`` seconds at most while nothing is done meanwhile."""
+
+
+class OptimizerThread(Worker):
+    """A thread of its own, beside which the training thread feeds an accelerator."""
+
+    def __init__(self, name: str = "infinity-optimizer") -> None:
+        super().__init__()
+        self._thread = ThreadPoolExecutor(1, name)
+
+    @property
+    def has_calls(self) -> bool:
+        """Never: it has its own."""
+        return False
+
+    def lend(self) -> None:
+        """Nothing: it has its own."""
+
+    def wait(self, future: Future[Any], timeout: float) -> None:
+        """Wait, and do nothing else."""
+        Idle().wait(future, timeout)
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Have ``fn(*args, **kwargs)`` called on the thread, after what was submitted before, and return its future.
@@ -73,7 +111,11 @@ class OptimizerThread(ThreadPoolExecutor):
         Raises:
             RuntimeError: the executor is shut down.
         """
-        return super().submit(_call_with, self._counts, fn, args, kwargs)
+        return self._thread.submit(_call_with, self.counts, fn, args, kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls and end the thread. Shutting down twice is harmless."""
+        self._thread.shutdown(wait, cancel_futures=cancel_futures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +147,16 @@ class ThreadCounts:
                 set_count(count)
         if torch.get_num_threads() != self.operators:  # a torch without OpenMP, with one number for all threads
             torch.set_num_threads(self.operators)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """``apply`` for a while."""
+        before = ThreadCounts.of_caller()
+        self.apply()
+        try:
+            yield
+        finally:
+            before.apply()
 
 
 def _call_with(counts: ThreadCounts, function: Callable[..., _T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _T:

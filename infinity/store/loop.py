@@ -19,7 +19,7 @@ import contextlib
 import threading
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from infinity.errors import EngineStateError
 
@@ -27,8 +27,28 @@ _T = TypeVar("_T")
 _LIVENESS_SECONDS = 1.0
 
 
+class Waiter(Protocol):
+    """How callers wait for the loop."""
+
+    def wait(self, future: concurrent.futures.Future[Any], timeout: float) -> None:
+        """Wait until ``future`` has ended, or so many seconds in which nothing happened."""
+        ...
+
+
+class Idle:
+    """Doing nothing else."""
+
+    def wait(self, future: concurrent.futures.Future[Any], timeout: float) -> None:
+        """See ``Waiter``."""
+        with contextlib.suppress(concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
+            future.exception(timeout)
+
+
 class LoopThread:
     """An asyncio event loop on a daemon thread of its own.
+
+    Attributes:
+        waiter: how callers wait for it; one that has something to do meanwhile may be put here.
 
     Raises (from ``run`` and ``submit``):
         EngineStateError: the loop is closed, or the caller is the loop thread itself.
@@ -38,6 +58,8 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._lock = threading.RLock()  # what is accepted under it comes before the end of the loop
         self._closed = False
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.waiter: Waiter = Idle()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
         register_exit(self.close)
@@ -49,8 +71,11 @@ class LoopThread:
         finally:
             with self._lock:
                 self._closed = True
-            self._loop.run_until_complete(self._drain())
-            self._loop.close()
+            try:
+                self._loop.run_until_complete(self._drain())
+                self._loop.close()
+            finally:
+                self._ended.set_result(None)
 
     @staticmethod
     async def _drain() -> None:
@@ -104,19 +129,17 @@ class LoopThread:
             if not self._closed and self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)
             self._closed = True
+        while self._thread.is_alive() and not self._ended.done():  # its tasks may wait for what is done by who waits
+            self.waiter.wait(self._ended, _LIVENESS_SECONDS)
         self._thread.join()
         unregister_exit(self.close)
 
     def _result(self, future: concurrent.futures.Future[_T]) -> _T:
         while not future.done():
             alive = self._thread.is_alive()
-            try:
-                future.exception(timeout=_LIVENESS_SECONDS)
-            except concurrent.futures.CancelledError:
-                break
-            except concurrent.futures.TimeoutError:
-                if not alive:
-                    raise EngineStateError("the store's event loop thread has died") from None
+            self.waiter.wait(future, _LIVENESS_SECONDS)
+            if not alive and not future.done():
+                raise EngineStateError("the store's event loop thread has died")
         try:
             return future.result()
         except concurrent.futures.CancelledError:
