@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from accidents import momentum, two_groups
 from infinity import Config, EngineStateError, ModelError, StorageError
 from infinity.engine.engine import Engine
 from infinity.engine.steps import OptimizerSteps
+from infinity.engine.stream import StepStream
 from infinity.engine.substep import SubGroupStepper
 from parity import Parity, Trainer, build, tiny_scale
 from parity_models import GPT, BorrowingGPT, SegmentedGPT, non_reentrant, reentrant
@@ -328,3 +330,29 @@ def test_budgets_too_small_for_two_at_once_take_turns(tmp_path: Path, watch: Wat
         assert not engine._steps.overlaps
         engine.backward(loss_of(engine))
         assert watch.events == []
+
+
+def test_backward_waits_when_steps_are_too_far_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that stand still, as with a slow disk, until backward has come to wait for them."""
+    monkeypatch.setattr("infinity.engine.engine.BACKLOG_SHARE", 64)
+    gate = asyncio.Event()
+    backlogs: list[tuple[int, int]] = []
+    real_step, real_wait = SubGroupStepper.step, StepStream.until_backlog
+
+    async def step_behind_gate(*args: Any) -> None:
+        await asyncio.wait_for(gate.wait(), timeout=30.0)
+        await real_step(*args)
+
+    async def until_backlog(stream: StepStream, num_bytes: int) -> None:
+        before = stream.backlog_bytes
+        gate.set()
+        await real_wait(stream, num_bytes)
+        backlogs.append((before, stream.backlog_bytes))
+
+    monkeypatch.setattr(SubGroupStepper, "step", step_behind_gate)
+    monkeypatch.setattr(StepStream, "until_backlog", until_backlog)
+    case = Parity(lambda: GPT(num_blocks=6), momentum, steps_of(1))
+    engine = case.check(case.blockwise(tmp_path, accumulation_steps=1))
+    limit = engine.config.ram // 64
+    assert backlogs
+    assert all(before > limit >= after for before, after in backlogs)

@@ -18,7 +18,7 @@ from infinity.engine.budget import plan_for, plan_within
 from infinity.engine.gradients import GradientSink
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.optimizer import OffloadedOptimizer
-from infinity.engine.prefetch import Orders, PrefetchScheduler
+from infinity.engine.prefetch import BACKLOG_SHARE, Orders, PrefetchScheduler
 from infinity.engine.refusals import Refusals
 from infinity.engine.resources import Resources
 from infinity.engine.shadow import probe
@@ -136,6 +136,7 @@ class Engine:
             activity,
             depth=config.prefetch,
             ahead_bytes=max((plan.step_bytes(part) for part in self._parts if part.stepped), default=0),
+            backlog_bytes=config.ram // BACKLOG_SHARE,
         )
         self._gradients = GradientSink(loop, self._store, self._scheduler, self._parts, num_backwards=num_backwards)
         self._steps = OptimizerSteps(

@@ -358,11 +358,11 @@ class ModuleHooks:
 
     def _gather(self, unit: Unit) -> torch.Tensor:
         try:
-            return self._scheduler.gather(unit)
+            return self._scheduler.gather(unit, in_backward=self._in_backward())
         except BudgetError:
             if not self._give_up_holds():
                 raise
-            return self._scheduler.gather(unit)
+            return self._scheduler.gather(unit, in_backward=self._in_backward())
 
     def _give_up_holds(self) -> bool:
         """Release what backward holds but no forward and no node is using now; whether there was anything."""

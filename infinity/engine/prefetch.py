@@ -39,6 +39,9 @@ from infinity.store.store import TieredStore
 
 TRAINING = "training"
 
+BACKLOG_SHARE = 8
+"""What part of host memory gradients may take that wait for their step, before backward waits."""
+
 
 @dataclass(slots=True)
 class SchedulerStatistics:
@@ -136,6 +139,7 @@ class PrefetchScheduler:
         depth: how many units ahead may be gathered.
         activity: what the training thread does; told of its waits.
         ahead_bytes: how many bytes of sub-groups may be read ahead by displacing what is needed later.
+        backlog_bytes: how many bytes of gradients may wait for their step before backward waits for it.
     """
 
     def __init__(
@@ -151,6 +155,7 @@ class PrefetchScheduler:
         *,
         depth: int,
         ahead_bytes: int,
+        backlog_bytes: int,
     ) -> None:
         self.statistics = SchedulerStatistics()
         self._loop = loop
@@ -164,6 +169,7 @@ class PrefetchScheduler:
         stream.stepping = self._begin_part
         self._depth = depth
         self._ahead_bytes = ahead_bytes
+        self._backlog_bytes = backlog_bytes
         self._asked = False
 
     # The training thread
@@ -176,15 +182,18 @@ class PrefetchScheduler:
         """A forward pass of the whole model begins."""
         self._loop.call_soon(self._begin_forward, training)
 
-    def gather(self, unit: Unit) -> torch.Tensor:
+    def gather(self, unit: Unit, *, in_backward: bool) -> torch.Tensor:
         """Wait until a unit is in device memory, and pin it: ``uint8``, shape ``(unit.num_bytes,)``.
+
+        Backward also waits until steps have kept up with it: where the disk is slower than its arithmetic, gradients
+        would take the room of the state that steps need, or, with little memory, go to NVMe and back.
 
         Raises:
             BudgetError: it does not fit beside the units in use.
             StorageError: a shard could not be read.
         """
         with self._activity.waiting(unit.name) as causes:
-            buffer, stalled = self._loop.run(self._gather(unit.index, causes))
+            buffer, stalled = self._loop.run(self._gather(unit.index, causes, in_backward=in_backward))
         self.statistics.num_gathers += 1
         if stalled:
             self.statistics.num_stalls += 1
@@ -201,13 +210,18 @@ class PrefetchScheduler:
 
     # The loop thread
 
-    async def _gather(self, unit: int, causes: list[tuple[str, float]]) -> tuple[torch.Tensor, float]:
+    async def _gather(
+        self, unit: int, causes: list[tuple[str, float]], *, in_backward: bool
+    ) -> tuple[torch.Tensor, float]:
         """The unit's memory, and for how many seconds it had to be waited for."""
         begun = time.perf_counter()
         residency = self._device.residency
         self._orders.current.access(Access(Use.GATHER, unit))
         self.look_ahead_soon()
-        if self._stream.is_pending(unit):
+        is_behind = in_backward and self._stream.backlog_bytes > self._backlog_bytes
+        if is_behind or self._stream.is_pending(unit):
+            if is_behind:
+                await self._stream.until_backlog(self._backlog_bytes)
             await self._stream.ready(unit)
             causes.append(("optimizer", time.perf_counter()))
         was_resident, room_seconds = residency.state_of(unit) is State.CLEAN, residency.statistics.room_seconds

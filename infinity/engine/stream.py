@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from infinity.engine.shadow import Shadow
 from infinity.engine.substep import SubGroupStepper
-from infinity.engine.unit import Part
+from infinity.engine.unit import GRAD, Part
 from infinity.errors import EngineStateError
 from infinity.store.device import DeviceTier
 
@@ -56,6 +56,11 @@ class Job:
     kind: str
     present: frozenset[int]
     shadow: Shadow
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The size of its gradients."""
+        return self.part.num_bytes(self.part.compute_dtype if self.kind == GRAD else self.part.step_dtype)
 
 
 class StepStream:
@@ -131,6 +136,16 @@ class StepStream:
         finally:
             self._awaited[unit] -= 1
         self.check()
+
+    @property
+    def backlog_bytes(self) -> int:
+        """The gradients of what waits for its turn."""
+        return sum(job.gradient_bytes for job in self._jobs)
+
+    async def until_backlog(self, num_bytes: int) -> None:
+        """Wait until no more gradients than so many bytes wait for their turn, or the stream has ended."""
+        while self.backlog_bytes > num_bytes and self.error is None:
+            await self._change()
 
     async def drain(self) -> None:
         """Wait until nothing is on the way. What failed is left in ``error``."""
