@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 import infinity
 from infinity.config import Config
-from infinity.engine import saved
+from infinity.engine import budget, saved
 from infinity.engine.budget import Plan, plan_for
 from infinity.engine.shadow import probe
 
@@ -37,8 +37,9 @@ ENOUGH: dict[str, Any] = {"device": "cpu", "hbm": "1MiB", "ram": "8MiB"}
 
 @pytest.fixture(autouse=True)
 def tiny_scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For each test of a file that imports it: one thread suffices, and only vectors are small weights."""
+    """For each test of a file that imports it: one thread suffices, only vectors are small, planes always pay."""
     monkeypatch.setattr(saved, "_SMALL_BYTES", 128)
+    monkeypatch.setattr(budget, "PLANES_PAY_BELOW", 1)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

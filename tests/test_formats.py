@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity import Config, Engine
-from infinity.engine import formats
+from infinity.engine import budget, formats
 from infinity.engine.budget import Plan
 from infinity.engine.formats import Master, Whole, runs_of, with_masters
 from infinity.engine.planar import with_planes
@@ -79,17 +79,19 @@ def plan(config: Config, make_model: Any = Stack) -> Plan:
 # Which format
 
 
-def test_planes_serve_where_bytes_are_written_to_nvme() -> None:
+@pytest.mark.parametrize("pay_below", [1, 2])
+def test_planes_serve_where_most_state_is_on_nvme(pay_below: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "PLANES_PAY_BELOW", pay_below)
     shared: dict[str, Any] = {"device": "cpu", "precision": "bf16", "nvme": ".", "sub_group_bytes": 1}
-    state_bytes = plan(Config(**shared)).state_bytes
+    most = -(-plan(Config(**shared), make_model=lambda: Stack(9)).state_bytes // pay_below)
     for fields, kinds in (
-        ({"ram": state_bytes}, {PARAM, MASTER}),
-        ({"ram": state_bytes - 1}, {PARAM, RESIDUAL, UPPER}),
-        ({"ram": state_bytes - 1, "nvme": ()}, {PARAM, MASTER}),
-        ({"ram": state_bytes - 1, "precision": "fp32"}, {PARAM}),
+        ({"ram": most}, {PARAM, MASTER}),
+        ({"ram": most - 1}, {PARAM, RESIDUAL, UPPER}),
+        ({"ram": most - 1, "nvme": ()}, {PARAM, MASTER}),
+        ({"ram": most - 1, "precision": "fp32"}, {PARAM}),
         ({"ram": 1}, {PARAM, MASTER}),  # in planes a step takes more memory than with masters
     ):
-        made = plan(Config(**{**shared, **fields}))
+        made = plan(Config(**{**shared, **fields}), make_model=lambda: Stack(9))
         for part in made.parts:
             assert {*made.format_of(part).at_most(part)} == kinds
 
