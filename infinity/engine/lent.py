@@ -4,9 +4,10 @@ On the CPU a thread of its own would gain the optimizer nothing and cost trainin
 with forward and backward already. Much: two threads with OpenMP teams are more threads than there are processors, so
 that GNU's runtime no longer spins between parallel regions but sleeps; every operator of training then waits for a
 wake-up, and wherever one team is behind the other waits in the middle of an operator. (Two cores, 116M parameters in
-bf16, a step of 1920 tokens: forward and backward take 2.0 s in plain PyTorch, 2.45 s beside an optimizer's thread that
-only exists, and 2.0 s with this.) So the training thread does it: where it passes from one module to the next, where a
-gradient arrives (``lend``), and whenever it waits for the loop, which is most of the time where the disk is slower.
+bf16, a step of 1920 tokens: forward and backward take 2.0-2.3 s in plain PyTorch, 2.45 s beside an optimizer's thread
+that computes nothing at that time, and 2.0-2.1 s with this.) So the training thread does it: where it passes from one
+module to the next, where a gradient arrives (``lend``), and whenever it waits for the loop, which is most of the time
+where the disk is slower.
 
 Guarantees
     * One call at a time, in the order of submission, by whoever lends a thread first; the rest of the time nobody's.

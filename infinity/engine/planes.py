@@ -18,9 +18,9 @@ Rejected: the upper halves and the low ones, cut rather than rounded (forward wo
 than plain PyTorch); a bit per element for the ties (0.125 bytes per parameter and step, always, for one in 131072).
 
 Arithmetic runs in pieces, since each thread needs memory of its own for one (5 MiB). They are large: beside training
-what costs is not the arithmetic but each call, after which the thread waits for its turn. (Two cores, a step of 116M
-parameters that trained meanwhile: 1.09 s with pieces of 2**18, 0.71 of 2**20, 0.61 of 2**22 elements.) Pieces of 2**15,
-which PyTorch does not divide among threads, take twice the time of these even alone.
+what costs is not the arithmetic but each call, after which the thread waits for its turn. (Two cores, both directions
+for 116M parameters on a thread beside training: 1.08 s in pieces of 2**18, 0.81 of 2**20, 0.61 of 2**22 elements.) In
+pieces of 2**15, which PyTorch does not divide among threads, it took twice as long as in 2**18 even alone.
 """
 
 from __future__ import annotations

@@ -58,7 +58,6 @@ class _Step:
         shadow: steps them.
         weights: the part's.
         flats: the gradients and states that are pinned, by kind.
-        wide: where gradients are made in the dtype that is stepped.
         scratch: memory to make states in, by their names.
         fresh: states that have no shard yet, by name and slot.
     """
@@ -69,15 +68,14 @@ class _Step:
     shadow: Shadow
     weights: OpenWeights
     flats: dict[str, torch.Tensor] = field(default_factory=dict)
-    wide: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     scratch: dict[str, Scratch] = field(default_factory=dict)
     fresh: dict[str, dict[int, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """All that is used again after this step."""
+        """All that is pinned."""
         scratch = [each.memory for each in self.scratch.values()]
-        return [*self.flats.values(), self.wide, *scratch, *self.weights.memory]
+        return [*self.flats.values(), *scratch, *self.weights.memory]
 
 
 class SubGroupStepper:
@@ -106,7 +104,7 @@ class SubGroupStepper:
         self._state_format_of = state_format_of
         self._states: dict[int, PartState] = defaultdict(PartState)
         self._worker = worker
-        self._wide = torch.empty(0, dtype=torch.uint8)
+        self._wide = torch.empty(0, dtype=torch.uint8)  # where gradients of a run are made in the dtype that is stepped
         self.observe: Callable[[Part, float, float], None] = lambda part, begun, ended: None
 
     def state_of(self, part: Part) -> PartState:
@@ -134,8 +132,7 @@ class SubGroupStepper:
             StorageError: a shard could not be read or written.
         """
         positions = [position for position in sorted(present) if part.slots[position].param in shadow.group_of]
-        weights = self._format_of(part).open(self._store, part, OPTIMIZER)
-        step = _Step(part, kind, positions, shadow, weights, wide=self._wide)
+        step = _Step(part, kind, positions, shadow, self._format_of(part).open(self._store, part, OPTIMIZER))
         states = self._states[part.index].shards
         kinds = [kind, *(state_kind(name) for name in states)]
         for name, (dtype, _) in states.items():
@@ -232,9 +229,9 @@ class SubGroupStepper:
         if step.kind != GRAD or part.compute_dtype == part.step_dtype:
             return slot.view(shard.view(part.step_dtype))
         num_bytes = (run.stop - run.start) * part.step_dtype.itemsize
-        if step.wide.nbytes < num_bytes:
-            step.wide = self._wide = torch.empty(num_bytes, dtype=torch.uint8)
-        wide = run.view(slot, step.wide[:num_bytes].view(part.step_dtype))
+        if self._wide.nbytes < num_bytes:
+            self._wide = torch.empty(num_bytes, dtype=torch.uint8)
+        wide = run.view(slot, self._wide[:num_bytes].view(part.step_dtype))
         return wide.copy_(slot.view(shard.view(part.compute_dtype)))
 
     def _live_state(self, step: _Step, run: Run, position: int) -> dict[str, Any]:
@@ -249,7 +246,7 @@ class SubGroupStepper:
 
     def _keep_state(self, step: _Step, position: int, after: dict[str, Any]) -> None:
         """Put each state into its shard, or set it aside for a new one; what has no place in either stays in memory."""
-        part, state = step.part, self._states[step.part.index]
+        part, state, memory = step.part, self._states[step.part.index], [*step.memory, self._wide]
         small = state.small[position] = {}
         for _, slots in state.shards.values():
             slots.discard(position)
@@ -257,16 +254,16 @@ class SubGroupStepper:
             known = state.shards.get(name)
             dtype = known[0] if known else next((each.dtype for each in step.fresh.get(name, {}).values()), None)
             if not is_shard(value, part.slots[position]) or dtype not in (None, value.dtype):
-                small[name] = _detached(value, step.memory)
+                small[name] = _detached(value, memory)
             elif known is None:
-                step.fresh[name][position] = _detached(value, step.memory)
+                step.fresh[name][position] = _detached(value, memory)
             else:
                 self._state_format_of(part, value.dtype).write(part, position, step.flats[state_kind(name)], value)
                 known[1].add(position)
 
 
 def _detached(value: Any, memory: Iterable[torch.Tensor]) -> Any:
-    """A state that stays in memory: a copy if it lies in a shard, whose memory will be another's."""
+    """A state that stays in memory: a copy if it lies in memory that will be another's."""
     if isinstance(value, torch.Tensor):
         address = value.untyped_storage().data_ptr()
         if any(address == flat.untyped_storage().data_ptr() for flat in memory):

@@ -14,8 +14,8 @@ with which ``DataLoader`` pins memory sets 1, with which every thread begins tha
 below the training thread. Hence OpenMP and MKL are asked themselves, for this thread alone (``ThreadCounts``).
 
 What else was tried, and is not done. Two cores, a forward and backward on two threads beside AdamW (8 rounds or more
-of each setting, while others used the machine too, so that wall times say little): CPU time of both together, over the
-sum of each alone. 1.0 is no loss, and no setting differs from it by more than the noise:
+of each setting, while others used the machine too, so that wall times say little; for these see ``lent.py``): CPU time
+of both together, over the sum of each alone. 1.0 is no loss, and no setting differs from it by more than the noise:
 
 ==========================  ======  ======  =======
 optimizer's threads         nice 0  nice 5  nice 10
