@@ -8,11 +8,16 @@ where ``base`` is a process that has imported the same modules, ``activations`` 
 backward (about 16 activations of hidden size and the attention's and MLP's wider ones, per block, in fp32), and
 ``overhead`` (allocator slack, thread stacks, one part's temporaries, Python's objects) does not depend on the size of
 the state.
+
+Growth is measured with glibc's threshold for mappings of their own at 256 KiB. As it comes, glibc keeps freed blocks of
+up to 32 MiB in its heap, where small objects that outlive them pin holes: two runs of the same size differed by 20 MiB
+of those, with it by 1 MiB, and what the engine itself keeps per block is then seen.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +33,7 @@ HBM, RAM = 7 * MIB, 6 * MIB
 SLACK = 600 * MIB
 
 
-def train(layers: int, nvme: Path, procs: Path | None, *extra: str) -> dict[str, Any]:
+def train(layers: int, nvme: Path, procs: Path | None = None, **environment: str) -> dict[str, Any]:
     """Run the command in a subprocess that has joined the cgroup of ``procs``; returns its JSON document."""
     arguments = {
         "nvme": nvme, "layers": layers, "hidden": HIDDEN, "heads": HEADS, "seq": SEQ, "batch": BATCH, "steps": 3,
@@ -38,8 +43,9 @@ def train(layers: int, nvme: Path, procs: Path | None, *extra: str) -> dict[str,
     join = "" if procs is None else f"open({str(procs)!r}, 'w').write(str(os.getpid()));"
     command = f"import os, sys; {join} from infinity.__main__ import main; main(['train', *sys.argv[1:]])"
     done = subprocess.run(
-        [sys.executable, "-c", command, *flags, *extra], capture_output=True, text=True, timeout=170, check=False
-    )
+        [sys.executable, "-c", command, *flags],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=170, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stderr[-4000:]}"
     document: dict[str, Any] = json.loads(done.stdout)
     return document
@@ -68,9 +74,9 @@ def test_state_of_ten_times_the_budgets_trains_in_a_cgroup_of_budgets_and_600_mi
 @pytest.mark.slow
 def test_memory_beyond_budgets_and_activations_does_not_grow_with_the_model(tmp_path: Path) -> None:
     def overhead(layers: int) -> int:
-        result = train(layers, tmp_path, None)
+        result = train(layers, tmp_path, MALLOC_MMAP_THRESHOLD_=str(256 << 10))
         return int(result["peak"]["rss"]) - HBM - RAM - activation_bytes(layers)
 
     small, large = overhead(11), overhead(44)
-    # The same base and the same overhead; what is allowed is what two runs of the same size differ by.
-    assert large - small <= 24 * MIB, f"overhead grew from {small / MIB:.0f} to {large / MIB:.0f} MiB"
+    # 33 blocks more are 425 MB of state; what they may add is Python's objects, 0.2 MB per block.
+    assert large - small <= 12 * MIB, f"overhead grew from {small / MIB:.0f} to {large / MIB:.0f} MiB"
