@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinity.config import Config
     from infinity.engine.deferred import deferred_init
-    from infinity.engine.engine import Engine, initialize
+    from infinity.engine.engine import Engine
+    from infinity.engine.initialize import initialize
     from infinity.errors import (
         BudgetError,
         ConfigError,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         EngineStateError,
         InfinityError,
         ModelError,
+        NonFiniteError,
         ShortTransferError,
         StorageError,
     )
@@ -35,6 +37,7 @@ __all__ = [
     "EngineStateError",
     "InfinityError",
     "ModelError",
+    "NonFiniteError",
     "RouteStats",
     "ShortTransferError",
     "StepStats",
@@ -58,6 +61,7 @@ _HOMES = {
     "EngineStateError": "infinity.errors",
     "InfinityError": "infinity.errors",
     "ModelError": "infinity.errors",
+    "NonFiniteError": "infinity.errors",
     "RouteStats": "infinity.trace.stats",
     "ShortTransferError": "infinity.errors",
     "StepStats": "infinity.trace.stats",
@@ -65,7 +69,7 @@ _HOMES = {
     "TierUsage": "infinity.trace.stats",
     "UnitStats": "infinity.trace.stats",
     "deferred_init": "infinity.engine.deferred",
-    "initialize": "infinity.engine.engine",
+    "initialize": "infinity.engine.initialize",
 }
 
 

@@ -133,7 +133,13 @@ class Config(BaseModel):
     accumulation_steps: Annotated[int, Number, Field(ge=1)] | None = None
     """How many backwards make a step. Given, and with ``overlap``, sub-groups are stepped under the last of them, as
     soon as their gradients are final: hyper-parameters must be set before it, and ``step()`` must follow, before the
-    model is used, saved or given other gradients. ``None``: nothing is stepped before ``step()``."""
+    model is used, saved or given other gradients. ``None``, or with ``max_grad_norm``: nothing is stepped before
+    ``step()``."""
+
+    max_grad_norm: Annotated[float, Number, Field(gt=0)] | None = None
+    """Clip gradients in every step as ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)`` does, to
+    the last bit; ``engine.grad_norm`` is the norm before. The norm needs all gradients, so no sub-group is stepped
+    under backward. A value larger than any norm only measures. ``None``: no clipping, and no norm."""
 
     io_backend: BackendName = "auto"
     """``"threads"``: direct I/O on worker threads. ``"uring"``: io_uring, which Linux may refuse to containers.

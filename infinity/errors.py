@@ -27,6 +27,10 @@ class EngineStateError(InfinityError, RuntimeError):
     """An operation came at a time when it has no meaning: after ``close()``, or after a step that failed half-way."""
 
 
+class NonFiniteError(InfinityError, RuntimeError):
+    """A norm of gradients is infinite or NaN where it must not be."""
+
+
 class BudgetError(InfinityError, MemoryError):
     """A need can never fit a tier's budget; the message shows the arithmetic and the smallest budget that would do."""
 

@@ -11,7 +11,7 @@ parameters after each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +53,7 @@ class Trainer(Protocol):
     optimizer: torch.optim.Optimizer
 
     def backward(self, loss: torch.Tensor) -> None: ...
+    def clip(self, max_norm: float, norm_type: float = 2.0, params: Sequence[nn.Parameter] = ()) -> torch.Tensor: ...
     def step(self) -> None: ...
     def zero_grad(self) -> None: ...
 
@@ -101,6 +102,11 @@ class Plain:
                     master.grad.add_(param.grad)
                 param.grad = None
 
+    def clip(self, max_norm: float, norm_type: float = 2.0, params: Sequence[nn.Parameter] = ()) -> torch.Tensor:
+        """Clip what is stepped, of all parameters or some."""
+        stepped = [self.masters.get(param, param) for param in params or self.model.parameters()]
+        return torch.nn.utils.clip_grad_norm_(stepped, max_norm, norm_type)
+
     def step(self) -> None:
         self.optimizer.step()
         with torch.no_grad():
@@ -133,6 +139,9 @@ class Tiered:
 
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0, params: Sequence[nn.Parameter] = ()) -> torch.Tensor:
+        return self.engine.clip_grad_norm_(max_norm, norm_type, parameters=params or None)
 
     def step(self) -> None:
         self.engine.step()

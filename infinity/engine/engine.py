@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.activity import Activity
 from infinity.engine.budget import plan_for, plan_within
+from infinity.engine.clipping import Clipper
 from infinity.engine.gradients import GradientSink
 from infinity.engine.hooks import ModuleHooks
+from infinity.engine.norms import GradientNorms
 from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.prefetch import BACKLOG_SHARE, Orders, PrefetchScheduler
 from infinity.engine.refusals import Refusals
@@ -28,7 +30,7 @@ from infinity.engine.stream import StepStream
 from infinity.engine.substep import SubGroupStepper
 from infinity.engine.unit import PARAM
 from infinity.engine.weights import StreamingStateDict, WeightReader, hook_state_dicts
-from infinity.errors import ConfigError, EngineStateError, ModelError
+from infinity.errors import EngineStateError, ModelError
 from infinity.io.cores import warn_of_excess
 from infinity.io.numa import choose_placement
 from infinity.store.device import AcceleratorDevice, ArenaDevice, Piece
@@ -45,6 +47,8 @@ class Engine:
         optimizer: steps like the user's own, wherever its state lives; learning-rate schedulers work on it.
         config: what it was made with.
         last_step: figures of the latest step, ``None`` before the first.
+        grad_norm: the norm of all gradients before they were clipped, no dimensions, as of the last time; ``None``
+            before the first.
         recorder: what ran and what waited, of the latest step; ``infinity.trace.write_trace`` writes it to a file.
     """
 
@@ -55,6 +59,7 @@ class Engine:
         self.module = model
         self.config = config
         self.last_step: StepStats | None = None
+        self.grad_norm: torch.Tensor | None = None
         self.recorder = Recorder()
         self._meter = StepMeter()
         stepped = {param for group in optimizer.param_groups for param in group["params"]}
@@ -90,7 +95,7 @@ class Engine:
             )
         on_host = device.type == "cpu"
         overlaps = config.overlap and not self._traits.is_serial and plan.can_overlap(config.ram, uploads=not on_host)
-        num_backwards = config.accumulation_steps if overlaps else None
+        num_backwards = config.accumulation_steps if overlaps and config.max_grad_norm is None else None
         orders = Orders(self._units, self._parts, plan.step_keys, under_backward=num_backwards is not None)
         placement = choose_placement(device, config.nvme)
         self._store = store = resources.store = TieredStore(
@@ -138,7 +143,11 @@ class Engine:
             ahead_bytes=max((plan.step_bytes(part) for part in self._parts if part.stepped), default=0),
             backlog_bytes=config.ram // BACKLOG_SHARE,
         )
-        self._gradients = GradientSink(loop, self._store, self._scheduler, self._parts, num_backwards=num_backwards)
+        norms = GradientNorms(2.0 if config.max_grad_norm else None, num_backwards=config.accumulation_steps)
+        self._gradients = GradientSink(
+            loop, self._store, self._scheduler, self._parts, norms=norms, num_backwards=num_backwards
+        )
+        self._clipper = Clipper(self.module, loop, self._store, self._gradients, norms)
         self._steps = OptimizerSteps(
             loop,
             stream,
@@ -209,6 +218,38 @@ class Engine:
             StorageError: a shard could not be read or written; the engine cannot go on.
         """
         self.optimizer.step()
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        parameters: Iterable[nn.Parameter] | None = None,
+    ) -> torch.Tensor:
+        """What ``torch.nn.utils.clip_grad_norm_`` does, to the last bit, with gradients that are away.
+
+        Args:
+            max_norm: what the norm is to be at most.
+            norm_type: which norm; ``float("inf")`` for the largest value.
+            error_if_nonfinite: raise where the norm is infinite or NaN, and change nothing.
+            parameters: whose gradients; ``None`` for all of the model's.
+
+        Returns:
+            The norm before, no dimensions; also in ``grad_norm``.
+
+        Raises:
+            EngineStateError: steps begin under backward (``accumulation_steps``), when there is no norm yet.
+            NonFiniteError: see ``error_if_nonfinite``.
+            StorageError: gradients could not be read back.
+        """
+        self._check_open()
+        self._hooks.refuse_inside("clip_grad_norm_")
+        self._hooks.settle()
+        self._gradients.refuse_early_steps("clip_grad_norm_()")
+        self._steps.settle()
+        self.grad_norm = self._clipper.clip(max_norm, norm_type, error_if_nonfinite, parameters)
+        return self.grad_norm
 
     def zero_grad(self) -> None:
         """Discard gradients that have not been stepped."""
@@ -304,13 +345,15 @@ class Engine:
 
     def _step(self) -> None:
         self._check_open()
-        self._hooks.refuse_inside()
+        self._hooks.refuse_inside("step")
         self._hooks.settle()
         self._steps.check_errors()
         self._steps.check_groups()
         start = time.perf_counter()
         with self._activity.waiting() as causes:
             self._steps.prepare()
+            if self.config.max_grad_norm is not None:
+                self.grad_norm = self._clipper.clip(self.config.max_grad_norm)
             gradients = self._gradients.take()
             self._steps.complete(gradients)
             causes.append(("optimizer", time.perf_counter()))
@@ -338,36 +381,3 @@ class Engine:
             "num_gathers": waited.num_gathers,
             "num_stalls": waited.num_stalls,
         }
-
-
-def initialize(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    config: Config | dict[str, Any] | str | os.PathLike[str] | None = None,
-) -> Engine:
-    """Put a model and its optimizer under the engine.
-
-    The model's values, and any state the optimizer already has, move into the tiers. From then on parameters hold their
-    values only while their unit computes; ``engine.state_dict()`` reads them at any time.
-
-    Args:
-        model: the model, real or made under ``infinity.deferred_init()``.
-        optimizer: any ``torch.optim`` optimizer of the model's parameters.
-        config: a ``Config``, its fields as a dictionary, or the path of a JSON file; ``None`` for the defaults.
-
-    Raises:
-        ConfigError: the configuration cannot be used.
-        ModelError: the model or the optimizer cannot be managed.
-        BudgetError: the budgets are too small; the message names the smallest that would do.
-        DirectoryError: an NVMe path is missing, unusable or in use by another job.
-        DiskFullError: the NVMe paths have no room for the state.
-    """
-    if config is None:
-        config = Config()
-    elif isinstance(config, dict):
-        config = Config.from_dict(config)
-    elif isinstance(config, (str, os.PathLike)):
-        config = Config.from_json(config)
-    elif not isinstance(config, Config):
-        raise ConfigError(f"config: expected a Config, a dictionary or a path, got {type(config).__name__}")
-    return Engine(model, optimizer, config)

@@ -30,16 +30,15 @@ Called on the thread that runs autograd's hooks; one backward runs at a time.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.engine.norms import GradientNorms
 from infinity.engine.prefetch import TRAINING, PrefetchScheduler
-from infinity.engine.unit import GRAD, GRAD_SUM, AwayGradient, Part, Slot, StandIn, Unit
+from infinity.engine.unit import GRAD, GRAD_SUM, AwayGradient, Part, PartGradients, Slot, StandIn, Unit
 from infinity.errors import BudgetError, EngineStateError, ModelError
 from infinity.io.memory import HEAP
 from infinity.store.loop import LoopThread
@@ -60,6 +59,7 @@ class _Gradients:
         pending: slots whose gradient this backward has yet to bring.
         exists: whether there is a shard.
         begun: whether its step has begun under backward.
+        scales: for a slot, what its gradient has yet to be multiplied by.
     """
 
     kind: str = GRAD
@@ -69,6 +69,7 @@ class _Gradients:
     pending: set[int] = field(default_factory=set)
     exists: bool = False
     begun: bool = False
+    scales: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
 class GradientSink:
@@ -79,7 +80,8 @@ class GradientSink:
         store: where the shards go.
         scheduler: learns when gradients arrive.
         parts: all parts.
-        num_backwards: how many backwards there are in a step, if that is known.
+        norms: takes the norm of each gradient while it is at hand.
+        num_backwards: how many backwards there are in a step, if its sub-groups are to be stepped under the last.
     """
 
     def __init__(
@@ -89,12 +91,14 @@ class GradientSink:
         scheduler: PrefetchScheduler,
         parts: Sequence[Part],
         *,
+        norms: GradientNorms,
         num_backwards: int | None = None,
     ) -> None:
         self._loop = loop
         self._store = store
         self._scheduler = scheduler
         self._parts = parts
+        self._norms = norms
         self._gradients: dict[int, _Gradients] = {}
         self._open_parts: dict[int, Part] = {}
         self._placeholders: dict[nn.Parameter, StandIn] = {}
@@ -108,7 +112,7 @@ class GradientSink:
         """Whether the backward that runs, or has just ended, is the last before a step."""
         return self._num_backwards is not None and self._num_done + (self._num_arrived > 0) == self._num_backwards
 
-    def take_final(self, unit: Unit) -> list[tuple[Part, str, frozenset[int]]]:
+    def take_final(self, unit: Unit) -> list[PartGradients]:
         """Hand over the parts of a unit whose gradients are final, as ``take`` does; none outside a last backward."""
         taken = []
         for part in unit.parts if self.is_final else ():
@@ -118,7 +122,7 @@ class GradientSink:
             positions = {i for i, slot in enumerate(part.slots) if slot.param.requires_grad}
             if all(gradients.arrived.get(i) == self._backward for i in positions) and self._all_kept(part, gradients):
                 gradients.begun = True
-                taken.append((part, gradients.kind, frozenset(gradients.arrived)))
+                taken.append(PartGradients(part, gradients.kind, frozenset(gradients.arrived)))
         return taken
 
     def expect(self, part: Part, position: int) -> None:
@@ -152,6 +156,7 @@ class GradientSink:
         view = slot.view(gradients.flat)
         before = gradients.arrived.get(position)
         gradient = gradient.detach()
+        scales = gradients.scales.pop(position, ())
         if before is None:
             view.copy_(gradient)
         elif before == self._backward and gradients.kind == GRAD_SUM:
@@ -161,7 +166,10 @@ class GradientSink:
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
         else:
+            for scale in scales:
+                view.mul_(scale)
             view.add_(gradient.to(view.device))
+        self._norms.note(part, position, gradient if before is None else view, num_backwards=self._num_done + 1)
         gradients.arrived[position] = self._backward
         self._num_arrived += 1
         if slot.param not in self._placeholders and gradient.device.type == "cpu":
@@ -195,12 +203,39 @@ class GradientSink:
         self.clear_placeholders()
         gradients, self._gradients = self._gradients, {}
         self._num_done = 0
+        self._norms.end_step()
         self._loop.run(self._delete(self._parts[i].key(g.kind) for i, g in gradients.items()))
 
-    def take(self) -> list[tuple[Part, str, frozenset[int]]]:
-        """Hand the gradients over to a step: parts in order, each with its kind of shard and the slots that have one.
+    def waiting(self) -> list[PartGradients]:
+        """The gradients that a step would take now: parts in order.
 
-        The receiver deletes the shards.
+        Raises:
+            ModelError: as for ``take``.
+        """
+        self.end_backward()
+        self._refuse_changes()
+        self._take_users()
+        return self._waiting()
+
+    def refuse_early_steps(self, what: str) -> None:
+        """Refuse what needs all gradients of a step, where sub-groups are stepped before all have come.
+
+        Raises:
+            EngineStateError: they are.
+        """
+        if self._num_backwards is not None:
+            raise EngineStateError(
+                f"{what} with accumulation_steps={self._num_backwards}: steps begin under backward "
+                f"{self._num_backwards}, before the norm of all gradients is known; set max_grad_norm in Config, with "
+                "which they wait for it, or leave accumulation_steps unset"
+            )
+
+    def scale(self, part: Part, position: int, scale: torch.Tensor) -> None:
+        """Have a gradient that waits multiplied by ``scale``, a tensor of no dimensions on the CPU, before its step."""
+        self._gradients[part.index].scales.setdefault(position, []).append(scale)
+
+    def take(self) -> list[PartGradients]:
+        """Hand the gradients over to a step: parts in order. The receiver deletes the shards.
 
         Raises:
             ModelError: a gradient was changed in place while it was away; nothing is lost but what was changed.
@@ -209,25 +244,31 @@ class GradientSink:
         self._refuse_changes()
         self._num_done = 0
         self._take_users()
+        taken = self._waiting()
         gradients, self._gradients = self._gradients, {}
-        taken = []
-        discarded = []
-        for index, each in sorted(gradients.items()):
-            slots = self._parts[index].slots
-            if each.begun:
-                for position in each.arrived:
-                    slots[position].param.grad = None
-                continue
-            kept = frozenset(position for position in each.arrived if self._is_kept(slots[position]))
-            for position in kept:
-                slots[position].param.grad = None
-            if kept:
-                taken.append((self._parts[index], each.kind, kept))
-            else:
-                discarded.append(self._parts[index].key(each.kind))
+        self._norms.end_step()
+        for index, each in gradients.items():
+            for slot in (self._parts[index].slots[position] for position in each.arrived):
+                if self._is_kept(slot):
+                    slot.param.grad = None
+        handed_over = {each.part.index for each in taken}
+        discarded = [
+            self._parts[index].key(each.kind)
+            for index, each in gradients.items()
+            if not each.begun and index not in handed_over
+        ]
         if discarded:
             self._loop.run(self._delete(discarded))
         return taken
+
+    def _waiting(self) -> list[PartGradients]:
+        waiting = []
+        for index, each in sorted(self._gradients.items()):
+            part = self._parts[index]
+            kept = frozenset(position for position in each.arrived if self._is_kept(part.slots[position]))
+            if kept and not each.begun:
+                waiting.append(PartGradients(part, each.kind, kept, each.scales))
+        return waiting
 
     def _take_users(self) -> None:
         """Take gradients that the user has put onto parameters by hand."""
@@ -351,49 +392,3 @@ class GradientSink:
     async def _delete(self, keys: Iterable[ShardKey]) -> None:
         for key in keys:
             await self._store.delete(key)
-
-
-class ParamHooks:
-    """The hooks on stepped parameters that hand their gradients to the sink.
-
-    Args:
-        sink: takes them.
-        parts: all parts.
-        on_gradient: called before each.
-    """
-
-    def __init__(self, sink: GradientSink, parts: Sequence[Part], on_gradient: Callable[[], None]) -> None:
-        self._sink = sink
-        self._on_gradient = on_gradient
-        self._hooks: list[Any] = []
-        self._frozen = [(part, i) for part in parts if part.stepped for i in range(len(part.slots))]
-        self.update()
-
-    def update(self) -> None:
-        """Hook parameters that require a gradient and are not hooked yet: all at first, unfrozen ones later."""
-        thawed = [(part, i) for part, i in self._frozen if part.slots[i].param.requires_grad]
-        if not thawed:
-            return
-        for part, position in thawed:
-            param = part.slots[position].param
-            before = functools.partial(self._before, part, position)
-            after = functools.partial(self._after, part, position)
-            self._hooks += [param.register_hook(before), param.register_post_accumulate_grad_hook(after)]
-        self._frozen = [(part, i) for part, i in self._frozen if not part.slots[i].param.requires_grad]
-
-    def remove(self) -> None:
-        """Take the hooks off the parameters, and what stands in for gradients that nobody will step any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._sink.clear_placeholders()
-
-    def _before(self, part: Part, position: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            self._sink.expect(part, position)
-
-    def _after(self, part: Part, position: int, param: torch.Tensor) -> None:
-        self._on_gradient()
-        gradient, param.grad = param.grad, None
-        assert gradient is not None
-        self._sink.arrive(part, position, gradient)

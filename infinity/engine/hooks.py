@@ -28,8 +28,9 @@ import torch
 from torch import nn
 
 from infinity.engine.activity import Activity
-from infinity.engine.gradients import GradientSink, ParamHooks
+from infinity.engine.gradients import GradientSink
 from infinity.engine.holds import Holds
+from infinity.engine.param_hooks import ParamHooks
 from infinity.engine.precision import Precision
 from infinity.engine.prefetch import PrefetchScheduler
 from infinity.engine.reads import unwatch_reads, watch_reads
@@ -127,15 +128,15 @@ class ModuleHooks:
         if left_over and not self._in_backward() and not self._is_running():
             self.recover()
 
-    def refuse_inside(self) -> None:
-        """Refuse an optimizer step in the middle of a forward or backward.
+    def refuse_inside(self, what: str) -> None:
+        """Refuse an optimizer step, or clipping, in the middle of a forward or backward.
 
         Raises:
             EngineStateError: there is one.
         """
         if self._in_backward() or self._is_running():
             raise EngineStateError(
-                "step() was called inside a forward or backward of the model, whose parameters are in use; "
+                f"{what}() was called inside a forward or backward of the model, whose parameters are in use; "
                 "call it after loss.backward() has returned"
             )
 

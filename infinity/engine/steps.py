@@ -28,13 +28,10 @@ import torch
 from infinity.engine.shadow import Shadow
 from infinity.engine.stream import Job, StepStream, half_way
 from infinity.engine.substep import SubGroupStepper
-from infinity.engine.unit import Part, Unit
+from infinity.engine.unit import Part, PartGradients, Unit
 from infinity.engine.worker import Worker
 from infinity.errors import EngineStateError, ModelError
 from infinity.store.loop import LoopThread
-
-Gradients = Sequence[tuple[Part, str, frozenset[int]]]
-"""Parts with the kind of their gradient shard and the slots that have a gradient."""
 
 
 class OptimizerSteps:
@@ -105,7 +102,7 @@ class OptimizerSteps:
             raise half_way(self._error) from self._error
         self._stream.check()
 
-    def begin(self, gradients: Gradients) -> None:
+    def begin(self, gradients: Sequence[PartGradients]) -> None:
         """Step parts whose gradients are final, while backward goes on with others."""
         if not gradients:
             return
@@ -151,7 +148,7 @@ class OptimizerSteps:
         """Compute on the calling thread what waits for one."""
         self._worker.lend()
 
-    def complete(self, gradients: Gradients) -> None:
+    def complete(self, gradients: Sequence[PartGradients]) -> None:
         """Step the parts that are left; waits for them unless steps overlap training.
 
         Raises:
@@ -210,8 +207,8 @@ class OptimizerSteps:
             )
             raise self._error
 
-    def _submit(self, gradients: Gradients, shadow: Shadow, *, in_order_of_need: bool) -> None:
-        jobs = [Job(part, kind, present, shadow) for part, kind, present in gradients]
+    def _submit(self, gradients: Sequence[PartGradients], shadow: Shadow, *, in_order_of_need: bool) -> None:
+        jobs = [Job(each, shadow) for each in gradients]
         for unit in {job.part.unit for job in jobs}:
             self._units[unit].version += 1
         self._loop.call_soon(lambda: self._stream.submit(jobs, in_order_of_need=in_order_of_need))

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from infinity.engine.shadow import Shadow
 from infinity.engine.substep import SubGroupStepper
-from infinity.engine.unit import GRAD, Part
+from infinity.engine.unit import Part, PartGradients
 from infinity.errors import EngineStateError
 from infinity.store.device import DeviceTier
 
@@ -46,21 +46,17 @@ class Job:
     """One sub-group to step.
 
     Attributes:
-        part: which.
-        kind: the kind of shard that holds its gradients.
-        present: the slots that have a gradient.
+        gradients: its own.
         shadow: steps it, with the hyper-parameters of its step.
     """
 
-    part: Part
-    kind: str
-    present: frozenset[int]
+    gradients: PartGradients
     shadow: Shadow
 
     @property
-    def gradient_bytes(self) -> int:
-        """The size of its gradients."""
-        return self.part.num_bytes(self.part.compute_dtype if self.kind == GRAD else self.part.step_dtype)
+    def part(self) -> Part:
+        """Which sub-group."""
+        return self.gradients.part
 
 
 class StepStream:
@@ -140,7 +136,7 @@ class StepStream:
     @property
     def backlog_bytes(self) -> int:
         """The gradients of what waits for its turn."""
-        return sum(job.gradient_bytes for job in self._jobs)
+        return sum(job.gradients.num_bytes for job in self._jobs)
 
     async def until_backlog(self, num_bytes: int) -> None:
         """Wait until no more gradients than so many bytes wait for their turn, or the stream has ended."""
@@ -202,7 +198,7 @@ class StepStream:
     async def _step(self, job: Job) -> None:
         part = job.part
         await self._device.invalidate(part.unit)
-        await self._stepper.step(part, job.kind, job.present, job.shadow, lambda: self.stepping(part))
+        await self._stepper.step(job.gradients, job.shadow, lambda: self.stepping(part))
 
     def _tell(self) -> None:
         changed, self._changed = self._changed, None

@@ -25,7 +25,7 @@ from torch import nn
 from infinity.engine.formats import FormatOf, OpenWeights, Run, Scratch
 from infinity.engine.shadow import Shadow, is_shard
 from infinity.engine.states import StateFormatOf, exact_states, scratch_kind
-from infinity.engine.unit import GRAD, Part, Slot, state_kind
+from infinity.engine.unit import Part, PartGradients, Slot, state_kind
 from infinity.io.memory import HEAP
 from infinity.io.tasks import call_in_executor, gather_all
 from infinity.store.store import TieredStore
@@ -52,8 +52,7 @@ class _Step:
     """One step of one part.
 
     Attributes:
-        part: which.
-        kind: the kind of shard that holds its gradients.
+        gradients: what it is stepped with.
         positions: the slots that are stepped.
         shadow: steps them.
         weights: the part's.
@@ -62,14 +61,18 @@ class _Step:
         fresh: states that have no shard yet, by name and slot.
     """
 
-    part: Part
-    kind: str
+    gradients: PartGradients
     positions: list[int]
     shadow: Shadow
     weights: OpenWeights
     flats: dict[str, torch.Tensor] = field(default_factory=dict)
     scratch: dict[str, Scratch] = field(default_factory=dict)
     fresh: dict[str, dict[int, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
+
+    @property
+    def part(self) -> Part:
+        """Which."""
+        return self.gradients.part
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -115,15 +118,11 @@ class SubGroupStepper:
         """Take over state that the optimizer had before, by part."""
         self._states.update(states)
 
-    async def step(
-        self, part: Part, kind: str, present: frozenset[int], shadow: Shadow, pinned: Callable[[], None]
-    ) -> None:
+    async def step(self, gradients: PartGradients, shadow: Shadow, pinned: Callable[[], None]) -> None:
         """Step a part and delete its gradients.
 
         Args:
-            part: which.
-            kind: the kind of shard that holds its gradients.
-            present: the slots that have one.
+            gradients: the part's.
             shadow: steps the parameters, with the hyper-parameters of this step.
             pinned: called once all shards are in host memory, before anything changes.
 
@@ -131,8 +130,9 @@ class SubGroupStepper:
             ModelError: the optimizer cannot be stepped sub-group by sub-group.
             StorageError: a shard could not be read or written.
         """
-        positions = [position for position in sorted(present) if part.slots[position].param in shadow.group_of]
-        step = _Step(part, kind, positions, shadow, self._format_of(part).open(self._store, part, OPTIMIZER))
+        part, kind = gradients.part, gradients.kind
+        positions = [i for i in sorted(gradients.present) if part.slots[i].param in shadow.group_of]
+        step = _Step(gradients, positions, shadow, self._format_of(part).open(self._store, part, OPTIMIZER))
         states = self._states[part.index].shards
         kinds = [kind, *(state_kind(name) for name in states)]
         for name, (dtype, _) in states.items():
@@ -217,6 +217,8 @@ class SubGroupStepper:
             param = nn.Parameter(run.view(slot, weights), requires_grad=slot.param.requires_grad)
             vars(param).update(vars(slot.param))
             param.grad = self._gradient(step, run, slot)
+            for scale in step.gradients.scales.get(position, ()):
+                param.grad.mul_(scale)
             members.append((step.shadow.group_of[slot.param], param, self._live_state(step, run, position)))
         if members or not step.positions:
             after = step.shadow.step(members)
@@ -225,14 +227,15 @@ class SubGroupStepper:
 
     def _gradient(self, step: _Step, run: Run, slot: Slot) -> torch.Tensor:
         """A slot's gradient in the dtype that is stepped; a copy lies in memory that the next run uses again."""
-        part, shard = step.part, step.flats[step.kind]
-        if step.kind != GRAD or part.compute_dtype == part.step_dtype:
-            return slot.view(shard.view(part.step_dtype))
+        part, gradients = step.part, step.gradients
+        shard = step.flats[gradients.kind].view(gradients.dtype)
+        if gradients.dtype == part.step_dtype:
+            return slot.view(shard)
         num_bytes = (run.stop - run.start) * part.step_dtype.itemsize
         if self._wide.nbytes < num_bytes:
             self._wide = torch.empty(num_bytes, dtype=torch.uint8)
         wide = run.view(slot, self._wide[:num_bytes].view(part.step_dtype))
-        return wide.copy_(slot.view(shard.view(part.compute_dtype)))
+        return wide.copy_(slot.view(shard))
 
     def _live_state(self, step: _Step, run: Run, position: int) -> dict[str, Any]:
         part, state = step.part, self._states[step.part.index]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +168,34 @@ class Part:
         self.num_elements = max(-(-end // PART_ALIGNMENT), 1) * PART_ALIGNMENT
 
 
+@dataclass(frozen=True, slots=True)
+class PartGradients:
+    """The gradients of a part that wait for its step.
+
+    Attributes:
+        part: which.
+        kind: the kind of shard that holds them.
+        present: the slots that have one.
+        scales: for a slot, what its gradient is multiplied by before it is stepped: tensors of no dimensions, one
+            after the other.
+    """
+
+    part: Part
+    kind: str
+    present: frozenset[int]
+    scales: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What they are stored in."""
+        return self.part.compute_dtype if self.kind == GRAD else self.part.step_dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of their shard."""
+        return self.part.num_bytes(self.dtype)
+
+
 @dataclass(slots=True, eq=False)
 class Unit:
     """What is gathered together.
@@ -294,8 +322,8 @@ def _change_of_gradient(func: Callable[..., Any]) -> ModelError:
     return ModelError(
         f"{getattr(func, '__name__', 'an operator')}() was to change a gradient in place that is away: gradients leave "
         "param.grad as soon as backward has made them, so that torch.nn.utils.clip_grad_norm_, clip_grad_value_ and "
-        "loops over param.grad find none; discard them with zero_grad(set_to_none=True), change or clip each in "
-        "param.register_hook(), where its value is"
+        "loops over param.grad find none; clip their norm with engine.clip_grad_norm_() or max_grad_norm in Config, "
+        "discard them with zero_grad(set_to_none=True), change or clip each in param.register_hook(), where it is"
     )
 
 

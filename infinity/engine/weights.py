@@ -74,7 +74,7 @@ class WeightReader:
         """
         part, slot = self._places[param]
         self._settled()
-        shelf = _PartShelf(self._loop, self._store, part)
+        shelf = PartShelf(self._loop, self._store, part)
         if full:
             return self._format_of(part).read(part, slot, shelf)
         return shelf.look(PARAM, lambda shard: slot.view(shard.view(part.compute_dtype)).clone())
@@ -96,7 +96,7 @@ class WeightReader:
             name: value.clone() if isinstance(value, torch.Tensor) else value
             for name, value in state.small.get(position, {}).items()
         }
-        shelf = _PartShelf(self._loop, self._store, part)
+        shelf = PartShelf(self._loop, self._store, part)
         shards = {
             name: shelf.look(
                 state_kind(name), functools.partial(self._state_format_of(part, dtype).copy, part, position)
@@ -107,8 +107,14 @@ class WeightReader:
         return {**small, **shards}
 
 
-class _PartShelf:
-    """A part's shards, seen from the training thread: one is pinned at a time."""
+class PartShelf:
+    """A part's shards, seen from the training thread: one is pinned at a time.
+
+    Args:
+        loop: the loop thread.
+        store: the shards.
+        part: whose.
+    """
 
     def __init__(self, loop: LoopThread, store: TieredStore, part: Part) -> None:
         self._loop = loop
@@ -119,6 +125,11 @@ class _PartShelf:
         return self._part.key(kind) in self._store
 
     def look(self, kind: str, take: Callable[[torch.Tensor], T]) -> T:
+        """What ``take`` makes of a shard: ``uint8``, its own memory; pinned only meanwhile.
+
+        Raises:
+            StorageError: it could not be read.
+        """
         key = self._part.key(kind)
 
         def release(fetched: concurrent.futures.Future[Lease]) -> None:

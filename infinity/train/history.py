@@ -18,6 +18,7 @@ class History:
     Attributes:
         tokens_per_step: how many tokens one step trains on.
         losses: mean training loss of each step, in nats per token.
+        grad_norms: norm of each step's gradients before they were clipped; empty without ``max_grad_norm``.
         step_seconds: wall time of each step, evaluation not included.
         step_stats: what the engine reported of each step, units left out; empty without infinity.
         unit_stats: what it reported of each unit, all steps together.
@@ -28,6 +29,7 @@ class History:
 
     tokens_per_step: int
     losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     step_stats: list[StepStats] = field(default_factory=list)
     unit_stats: dict[str, UnitStats] = field(default_factory=dict)

@@ -30,6 +30,8 @@ def status_lines(history: History, usage: Mapping[str, TierUsage], *, num_steps:
     parts = [f"step {history.num_steps}/{num_steps}"]
     if history.losses:
         parts.append(f"loss {history.losses[-1]:.4f}")
+    if history.grad_norms:
+        parts.append(f"gradient norm {history.grad_norms[-1]:.3f}")
     if history.eval_losses:
         parts.append(f"held-out {history.eval_losses[-1]:.4f}")
     if history.losses:

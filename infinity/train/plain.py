@@ -10,14 +10,32 @@ from infinity.trace import Recorder, StepStats, TierUsage
 
 
 class PlainTrainer:
-    """AdamW on fp32 parameters, or on fp32 masters of bf16 parameters; has the methods of ``infinity.Engine``."""
+    """AdamW on fp32 parameters, or on fp32 masters of bf16 parameters; has the methods of ``infinity.Engine``.
+
+    Args:
+        module: the model, real.
+        learning_rate: AdamW's.
+        precision: as in ``Config``.
+        device: where it computes.
+        max_grad_norm: as in ``Config``.
+    """
 
     last_step: StepStats | None = None
     recorder: Recorder | None = None
     unit_names: Sequence[str] = ()
+    grad_norm: torch.Tensor | None = None
 
-    def __init__(self, module: nn.Module, *, learning_rate: float, precision: Precision, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        learning_rate: float,
+        precision: Precision,
+        device: torch.device,
+        max_grad_norm: float | None = None,
+    ) -> None:
         self.module = module.to(device)
+        self.max_grad_norm = max_grad_norm
         self.masters = list(module.parameters())
         self.mixed: list[tuple[nn.Parameter, nn.Parameter]] = []  # each bf16 parameter and its fp32 master
         if precision == "bf16":
@@ -43,6 +61,8 @@ class PlainTrainer:
     @torch.no_grad()
     def step(self) -> None:
         """Update the parameters and drop the gradients."""
+        if self.max_grad_norm is not None:
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         for parameter, master in self.mixed:

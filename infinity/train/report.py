@@ -63,6 +63,7 @@ class RunReport:
             "params": self.num_parameters,
             "state_bytes": self.state_bytes,
             "losses": [_or_none(loss) for loss in history.losses],
+            "grad_norms": [_or_none(norm) for norm in history.grad_norms],
             "eval_losses": [_or_none(loss) for loss in history.eval_losses],
             "eval_steps": history.eval_steps,
             "step_seconds": history.step_seconds,
@@ -98,7 +99,9 @@ class RunReport:
         table.add_row("steps", f"{history.num_steps} of {self.settings.num_steps}")
         if history.diverged_at is not None:
             table.add_row("diverged", f"at step {history.diverged_at}")
-        for name, losses in (("loss", history.losses), ("held-out loss", history.eval_losses)):
+        for name, losses in (
+            ("loss", history.losses), ("held-out loss", history.eval_losses), ("gradient norm", history.grad_norms),
+        ):  # fmt: skip
             if losses:
                 table.add_row(name, f"{losses[0]:.4f} → {losses[-1]:.4f}")
         if history.step_seconds:

@@ -122,6 +122,8 @@ def train(
                 group["lr"] = settings.learning_rate_at(step)
             history.losses.append(train_step(trainer, micro_batches))
             history.step_seconds.append(time.perf_counter() - started)
+            if trainer.grad_norm is not None:
+                history.grad_norms.append(float(trainer.grad_norm))
             if trainer.last_step is not None:
                 history.note_stats(trainer.last_step)
         if settings.eval_every and (step % settings.eval_every == 0 or step == settings.num_steps):

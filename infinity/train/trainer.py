@@ -48,6 +48,10 @@ class Trainer(Protocol):
         """The figures of the last step; ``None`` before the first, or without tiers."""
 
     @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm of the last step's gradients before they were clipped; ``None`` where they are not."""
+
+    @property
     def recorder(self) -> Recorder | None:
         """Where it records what it does; ``None`` without tiers."""
 
@@ -84,7 +88,11 @@ def make_trainer(settings: TrainSettings, config: Config, device: torch.device) 
     config = _with_accumulation(config, settings)
     if settings.plain:
         return PlainTrainer(
-            GPT(settings.shape()), learning_rate=settings.learning_rate, precision=config.precision, device=device
+            GPT(settings.shape()),
+            learning_rate=settings.learning_rate,
+            precision=config.precision,
+            device=device,
+            max_grad_norm=config.max_grad_norm,
         )
     with infinity.deferred_init():
         model = GPT(settings.shape())

@@ -1,0 +1,149 @@
+"""``Clipper``: ``torch.nn.utils.clip_grad_norm_`` for gradients that are away, to the last bit.
+
+What PyTorch does in place is done in two halves. The norm comes from the norms of single gradients, most of which were
+taken when the gradient arrived (``norms.py``). The factor is handed to the gradients that wait, and each is multiplied
+by it when it is stepped and in memory anyway, or before another one is added to it. So clipping moves no byte that the
+step would not move, except where nobody could know in time that a norm would be asked for: at the first call of
+``engine.clip_grad_norm_``, and at the second call in one step.
+
+Under ``bf16`` what is clipped is what is stepped: the fp32 images of the gradients, or their fp32 sums.
+
+The norm needs all gradients, so steps do not begin under backward where ``max_grad_norm`` is set: gradients wait, in
+host memory as far as they fit, on NVMe where not, and the step runs under the next forward. The same holds for plain
+PyTorch; to begin on a guess and undo it needs the old values (docs/deviations.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.engine.gradients import GradientSink
+from infinity.engine.norms import GradientNorms, norm_of, total_norm
+from infinity.engine.unit import PartGradients
+from infinity.engine.weights import PartShelf
+from infinity.errors import ConfigError, NonFiniteError
+from infinity.store.loop import LoopThread
+from infinity.store.store import TieredStore
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """One gradient that is to be clipped."""
+
+    param: nn.Parameter
+    norm: torch.Tensor
+    dtype: torch.dtype
+    scale: Callable[[torch.Tensor], object]
+
+
+class Clipper:
+    """Clips the gradients that wait for a step. Belongs to the training thread.
+
+    Args:
+        model: whose parameters are meant where none are given.
+        loop: the loop thread.
+        store: the shards.
+        sink: the gradients that wait.
+        norms: those that were taken as gradients came.
+    """
+
+    def __init__(
+        self, model: nn.Module, loop: LoopThread, store: TieredStore, sink: GradientSink, norms: GradientNorms
+    ) -> None:
+        self._model = model
+        self._loop = loop
+        self._store = store
+        self._sink = sink
+        self._norms = norms
+
+    def clip(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        parameters: Iterable[nn.Parameter] | None = None,
+    ) -> torch.Tensor:
+        """Clip, and return the norm before: no dimensions. The arguments are those of PyTorch's function.
+
+        Raises:
+            ConfigError: ``max_norm`` is negative or no number.
+            ModelError: a gradient was changed in place while it was away.
+            NonFiniteError: the norm is infinite or NaN and must not be; no gradient has been changed.
+            StorageError: gradients could not be read back.
+        """
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        if not max_norm >= 0:
+            raise ConfigError(f"max_norm: expected a number from 0 on, got {max_norm}")
+        self._norms.ask(norm_type)
+        chosen = list(self._model.parameters() if parameters is None else parameters)
+        gradients = self._gradients_of(chosen, norm_type)
+        total = total_norm([each.norm for each in gradients], [each.dtype for each in gradients], norm_type)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise self._nonfinite(total, gradients, norm_type)
+        with torch.no_grad():
+            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            if factor != 1.0:  # to multiply by 1 changes no bit
+                for each in gradients:
+                    each.scale(factor)
+        return total
+
+    def _gradients_of(self, params: Sequence[nn.Parameter], norm_type: float) -> list[_Gradient]:
+        """The gradients there are, in the order of ``params``."""
+        waiting = self._sink.waiting()
+        wanted = set(params)
+        for each in waiting:
+            self._measure(each, [i for i in sorted(each.present) if each.part.slots[i].param in wanted])
+        places = {each.part.slots[i].param: (each, i) for each in waiting for i in each.present}
+        found = []
+        for param in params:
+            if param in places:
+                found.append(self._away(*places[param]))
+            elif param.grad is not None:  # nobody steps it: PyTorch's own
+                norm = norm_of(param.grad, norm_type)
+                found.append(_Gradient(param, norm, param.grad.dtype, functools.partial(_multiply, param.grad)))
+        return found
+
+    def _measure(self, gradients: PartGradients, positions: Sequence[int]) -> None:
+        """Take the norms that nobody has asked for in time."""
+        part = gradients.part
+        missing = [position for position in positions if self._norms.get(part, position) is None]
+
+        def take(shard: torch.Tensor) -> None:
+            flat = shard.view(gradients.dtype)
+            for position in missing:
+                gradient = part.slots[position].view(flat).to(part.step_dtype)
+                for scale in gradients.scales.get(position, ()):
+                    gradient = gradient * scale
+                self._norms.take(part, position, gradient)
+
+        if missing:
+            PartShelf(self._loop, self._store, part).look(gradients.kind, take)
+
+    def _away(self, gradients: PartGradients, position: int) -> _Gradient:
+        part = gradients.part
+        norm = self._norms.get(part, position)
+        assert norm is not None
+
+        def scale(factor: torch.Tensor) -> None:
+            self._sink.scale(part, position, factor.cpu())
+            self._norms.forget(part, position)
+
+        return _Gradient(part.slots[position].param, norm, part.step_dtype, scale)
+
+    def _nonfinite(self, total: torch.Tensor, gradients: Sequence[_Gradient], norm_type: float) -> NonFiniteError:
+        names = {param: name for name, param in self._model.named_parameters()}
+        culprits = [names.get(each.param, "?") for each in gradients if not bool(each.norm.isfinite())]
+        where = f"; the first gradient that is not finite is that of {culprits[0]}" if culprits else ""
+        return NonFiniteError(
+            f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped{where}; "
+            "discard them with zero_grad() and go on, or give error_if_nonfinite=False to step with them as they are"
+        )
+
+
+def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
+    gradient.mul_(factor.to(gradient.device))

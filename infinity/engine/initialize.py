@@ -1,0 +1,46 @@
+"""``infinity.initialize``: from what a user holds to an engine."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.engine.engine import Engine
+from infinity.errors import ConfigError
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Config | dict[str, Any] | str | os.PathLike[str] | None = None,
+) -> Engine:
+    """Put a model and its optimizer under the engine.
+
+    The model's values, and any state the optimizer already has, move into the tiers. From then on parameters hold their
+    values only while their unit computes; ``engine.state_dict()`` reads them at any time.
+
+    Args:
+        model: the model, real or made under ``infinity.deferred_init()``.
+        optimizer: any ``torch.optim`` optimizer of the model's parameters.
+        config: a ``Config``, its fields as a dictionary, or the path of a JSON file; ``None`` for the defaults.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+        ModelError: the model or the optimizer cannot be managed.
+        BudgetError: the budgets are too small; the message names the smallest that would do.
+        DirectoryError: an NVMe path is missing, unusable or in use by another job.
+        DiskFullError: the NVMe paths have no room for the state.
+    """
+    if config is None:
+        config = Config()
+    elif isinstance(config, dict):
+        config = Config.from_dict(config)
+    elif isinstance(config, (str, os.PathLike)):
+        config = Config.from_json(config)
+    elif not isinstance(config, Config):
+        raise ConfigError(f"config: expected a Config, a dictionary or a path, got {type(config).__name__}")
+    return Engine(model, optimizer, config)

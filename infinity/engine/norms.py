@@ -1,0 +1,100 @@
+"""Norms of gradients, bit by bit those of ``torch.nn.utils``, taken while each gradient is at hand.
+
+``torch.nn.utils.clip_grad_norm_`` takes the norm of each gradient and then the norm of these. Gradients leave their
+parameters as they come and may go as far as NVMe; so the first half is done when a gradient arrives, in the dtype that
+is stepped, on the device where it lies: with several backwards, of the sum so far. What nobody has asked for in time is
+taken later, from the shard (``clipping.py``).
+
+Where the number of backwards in a step is known, only the last brings norms that count, and none is taken before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+
+from infinity.engine.unit import Part
+
+
+def norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of one gradient as ``torch.nn.utils.get_total_norm`` takes it: no dimensions."""
+    with torch.no_grad():
+        if _has_foreach_support([gradient], gradient.device):
+            return torch._foreach_norm([gradient], norm_type)[0]
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type)
+        return norm
+
+
+def total_norm(norms: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], norm_type: float) -> torch.Tensor:
+    """The norm of all gradients from that of each, as ``torch.nn.utils.get_total_norm`` joins them.
+
+    Args:
+        norms: of each gradient, in the order of the parameters.
+        dtypes: of each gradient. PyTorch groups gradients by them, and what is summed first is part of the sum's bits.
+        norm_type: which norm.
+    """
+    if not norms:
+        return torch.tensor(0.0)
+    kinds = [torch.empty(0, dtype=dtype) for dtype in dtypes]
+    groups = _group_tensors_by_device_and_dtype([kinds], with_indices=True)  # type: ignore[list-item]
+    order = [index for _, indices in groups.values() for index in indices]
+    with torch.no_grad():
+        stacked = torch.stack([norms[index].to(norms[0].device) for index in order])
+        total: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
+        return total
+
+
+class GradientNorms:
+    """The norm of each gradient that has come since the last step, as far as somebody asks for norms.
+
+    Args:
+        norm_type: which norm is asked for in every step; ``None``: none, until ``ask``.
+        num_backwards: how many backwards make a step, if that is known.
+    """
+
+    def __init__(self, norm_type: float | None = None, *, num_backwards: int | None = None) -> None:
+        self._always = self._norm_type = norm_type
+        self._num_backwards = num_backwards or 1
+        self._was_asked = False
+        self._norms: dict[tuple[int, int], torch.Tensor] = {}
+
+    def note(self, part: Part, position: int, gradient: torch.Tensor, *, num_backwards: int) -> None:
+        """A gradient has come, or has been added to others, in backward number ``num_backwards`` since the last step.
+
+        Args:
+            part: the parameter's part.
+            position: its slot in it.
+            gradient: all of it so far, in the dtype that computes or that is stepped.
+            num_backwards: counts from 1.
+        """
+        self._norms.pop((part.index, position), None)
+        if self._norm_type is not None and num_backwards >= self._num_backwards and gradient.numel():
+            self.take(part, position, gradient)
+
+    def ask(self, norm_type: float) -> None:
+        """Norms of this type are wanted, in this step and, in all likelihood, in the next."""
+        if norm_type != self._norm_type:
+            self._norms.clear()
+        self._norm_type, self._was_asked = norm_type, True
+
+    def take(self, part: Part, position: int, gradient: torch.Tensor) -> None:
+        """Take and keep a gradient's norm."""
+        assert self._norm_type is not None
+        self._norms[part.index, position] = norm_of(gradient.to(part.step_dtype), self._norm_type)
+
+    def get(self, part: Part, position: int) -> torch.Tensor | None:
+        """A gradient's norm, if it has been taken."""
+        return self._norms.get((part.index, position))
+
+    def forget(self, part: Part, position: int) -> None:
+        """The gradient is about to be another."""
+        self._norms.pop((part.index, position), None)
+
+    def end_step(self) -> None:
+        """All gradients have been handed over or discarded."""
+        self._norms.clear()
+        if not self._was_asked:
+            self._norm_type = self._always
+        self._was_asked = False
