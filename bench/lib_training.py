@@ -98,7 +98,8 @@ class Runner:
 def make_plain(shape: GPTShape, precision: Precision, *, fused: bool = True, seed: int = 0) -> PlainTrainer:
     """Ordinary PyTorch, all state in memory."""
     torch.manual_seed(seed)
-    trainer = PlainTrainer(GPT(shape), learning_rate=LEARNING_RATE, precision=precision, device=torch.device("cpu"))
+    config, device = Config(device="cpu", precision=precision), torch.device("cpu")
+    trainer = PlainTrainer(GPT(shape), learning_rate=LEARNING_RATE, config=config, device=device)
     trainer.optimizer = torch.optim.AdamW(trainer.masters, lr=LEARNING_RATE, fused=fused)
     return trainer
 

@@ -26,7 +26,7 @@ from pydantic import (
 
 from infinity.errors import ConfigError
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 BackendName = Literal["auto", "threads", "uring", "aiofiles"]
 
 _MIB = 1 << 20
@@ -108,7 +108,24 @@ class Config(BaseModel):
 
     precision: Precision = "fp32"
     """``"fp32"``: parameters and arithmetic as they are. ``"bf16"``: bf16 parameters, buffers and gradients, fp32
-    master weights and optimizer states; gradients of several backwards are summed in fp32."""
+    master weights and optimizer states; gradients of several backwards are summed in fp32. ``"fp16"``: the same with
+    fp16, and the loss is scaled: call ``engine.backward(loss)``."""
+
+    loss_scale: Literal["dynamic"] | Annotated[float, Number, Field(gt=0)] = "dynamic"
+    """With ``fp16``: what the loss is multiplied by. ``"dynamic"``: it is halved when a gradient overflows, and that
+    step is skipped; a number stays as it is."""
+
+    initial_loss_scale: Annotated[float, Number, Field(gt=0)] = 65536.0
+    """What ``loss_scale="dynamic"`` begins with."""
+
+    loss_scale_window: Annotated[int, Number, Field(ge=1)] = 2000
+    """So many steps in a row without an overflow double the scale (``GradScaler``'s ``growth_interval``)."""
+
+    loss_scale_hysteresis: Annotated[int, Number, Field(ge=1)] = 1
+    """So many overflows halve the scale, counted anew when it doubles; as in DeepSpeed. 1 is ``GradScaler``."""
+
+    min_loss_scale: Annotated[float, Number, Field(ge=0)] = 0.0
+    """The scale gets no smaller; an overflow there is an error. As in DeepSpeed; 0 is ``GradScaler``."""
 
     optimizer_states: Literal["full", "bf16", "int8"] = "full"
     """``"full"``: optimizer states as the optimizer makes them. ``"bf16"``, ``"int8"``: its fp32 states of parameters
@@ -133,8 +150,8 @@ class Config(BaseModel):
     accumulation_steps: Annotated[int, Number, Field(ge=1)] | None = None
     """How many backwards make a step. Given, and with ``overlap``, sub-groups are stepped under the last of them, as
     soon as their gradients are final: hyper-parameters must be set before it, and ``step()`` must follow, before the
-    model is used, saved or given other gradients. ``None``, or with ``max_grad_norm``: nothing is stepped before
-    ``step()``."""
+    model is used, saved or given other gradients. ``None``, or with ``max_grad_norm`` or ``fp16``: nothing is
+    stepped before ``step()``."""
 
     max_grad_norm: Annotated[float, Number, Field(gt=0)] | None = None
     """Clip gradients in every step as ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)`` does, to

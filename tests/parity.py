@@ -6,11 +6,12 @@ precision that computes, optimizer state, buffers, and the state of the random g
 
 The reference for ``precision="bf16"`` has fp32 master copies: ``model.to(bfloat16)``, an optimizer of the masters,
 gradients of the first backward as ``p.grad.float()`` and of later ones added to them, and the masters copied to the
-parameters after each step.
+parameters after each step. That for ``"fp16"`` is the same with fp16, and a ``GradScaler`` around it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,15 +76,20 @@ class Outcome:
 class Plain:
     """Plain PyTorch. As under the engine, a step consumes the gradients."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, scaler: dict[str, Any] | None = None
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
-        if precision == "bf16":
+        self.scaler = torch.amp.GradScaler("cpu", **(scaler or {}), enabled=precision == "fp16")
+        self._is_unscaled = False
+        if precision != "fp32":
             for group in optimizer.param_groups:
                 group["params"] = [self._master(param) for param in group["params"]]
-            model.to(torch.bfloat16)
-            model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+            compute = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+            model.to(compute)
+            model.register_forward_pre_hook(functools.partial(_cast_inputs, compute), with_kwargs=True)
 
     def _master(self, param: nn.Parameter) -> nn.Parameter:
         master = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
@@ -93,7 +99,7 @@ class Plain:
         return self.masters.setdefault(param, master)
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        self.scaler.scale(loss).backward()
         for param, master in self.masters.items():
             if param.grad is not None:
                 if master.grad is None:
@@ -104,11 +110,20 @@ class Plain:
 
     def clip(self, max_norm: float, norm_type: float = 2.0, params: Sequence[nn.Parameter] = ()) -> torch.Tensor:
         """Clip what is stepped, of all parameters or some."""
+        self._unscale()
         stepped = [self.masters.get(param, param) for param in params or self.model.parameters()]
         return torch.nn.utils.clip_grad_norm_(stepped, max_norm, norm_type)
 
+    def _unscale(self) -> None:
+        if self.scaler.is_enabled() and not self._is_unscaled:
+            self.scaler.unscale_(self.optimizer)
+            self._is_unscaled = True
+
     def step(self) -> None:
-        self.optimizer.step()
+        self._unscale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self._is_unscaled = False
         with torch.no_grad():
             for param, master in self.masters.items():
                 param.copy_(master)
@@ -163,9 +178,9 @@ class TieredByUsersOptimizer(Tiered):
         self.optimizer = user
 
 
-def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _cast_inputs(compute: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return pytree.tree_map(
-        lambda leaf: leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
+        lambda leaf: leaf.to(compute) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
         (args, kwargs),
     )
 
@@ -186,10 +201,11 @@ class Parity:
     make_optimizer: MakeOptimizer
     script: Script
     precision: str = "fp32"
+    scaler: dict[str, Any] | None = None
     expected: Outcome = field(init=False)
 
     def __post_init__(self) -> None:
-        plain = Plain(*build(self.make_model, self.make_optimizer), self.precision)
+        plain = Plain(*build(self.make_model, self.make_optimizer), self.precision, self.scaler)
         self.expected = plain.outcome(self.script(plain))
 
     def check(self, config: Config, make_trainer: type[Tiered] = Tiered) -> infinity.Engine:

@@ -85,7 +85,7 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
         (["--eval-every", "-1"], "--eval-every"),
         (["--lr", "nan"], "--lr"),
         (["--hbm", "much"], "hbm: "),
-        (["--precision", "fp8"], "precision: Input should be 'fp32' or 'bf16', got 'fp8'"),
+        (["--precision", "fp8"], "precision: Input should be 'fp32', 'bf16' or 'fp16', got 'fp8'"),
         (["--device", "abacus"], "device: torch does not know 'abacus'"),
         (["--data", "/nowhere/text"], "--data: /nowhere/text does not exist"),
         (["--config", "/nowhere/config.json"], "config file /nowhere/config.json"),

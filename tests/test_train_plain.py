@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from infinity.config import Precision
+from infinity.config import Config, Precision
 from infinity.train.data import Batch
 from infinity.train.model import GPT, GPTShape
 from infinity.train.plain import PlainTrainer
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def make(precision: Precision) -> PlainTrainer:
     torch.manual_seed(0)
-    return PlainTrainer(GPT(SHAPE), learning_rate=1e-2, precision=precision, device=CPU)
+    return PlainTrainer(GPT(SHAPE), learning_rate=1e-2, config=Config(precision=precision), device=CPU)
 
 
 def batches(count: int, batch_size: int = 4) -> list[Batch]:

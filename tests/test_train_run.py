@@ -49,7 +49,7 @@ class TieredTrainer(PlainTrainer):
     """Trains in ordinary PyTorch and reports tiers as an engine does; calls a hook at each forward and at close."""
 
     def __init__(self, module: nn.Module, config: Config, on_forward: Callable[[int], None]) -> None:
-        super().__init__(module, learning_rate=1e-2, precision=config.precision, device=torch.device("cpu"))
+        super().__init__(module, learning_rate=1e-2, config=config, device=torch.device("cpu"))
         self.unit_names = ("embedding", "blocks.0")
         self.recorder = Recorder()
         self.on_forward = on_forward

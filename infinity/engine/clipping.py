@@ -16,6 +16,7 @@ PyTorch; to begin on a guess and undo it needs the old values (docs/deviations.m
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from torch import nn
 
 from infinity.engine.gradients import GradientSink
 from infinity.engine.norms import GradientNorms, norm_of, total_norm
+from infinity.engine.scaling import SHOWS_OVERFLOW, Scaling
 from infinity.engine.unit import PartGradients
 from infinity.engine.weights import PartShelf
 from infinity.errors import ConfigError, NonFiniteError
@@ -50,16 +52,24 @@ class Clipper:
         store: the shards.
         sink: the gradients that wait.
         norms: those that were taken as gradients came.
+        scaling: told whether they are finite.
     """
 
     def __init__(
-        self, model: nn.Module, loop: LoopThread, store: TieredStore, sink: GradientSink, norms: GradientNorms
+        self,
+        model: nn.Module,
+        loop: LoopThread,
+        store: TieredStore,
+        sink: GradientSink,
+        norms: GradientNorms,
+        scaling: Scaling,
     ) -> None:
         self._model = model
         self._loop = loop
         self._store = store
         self._sink = sink
         self._norms = norms
+        self._scaling = scaling
 
     def clip(
         self,
@@ -79,6 +89,7 @@ class Clipper:
         max_norm, norm_type = float(max_norm), float(norm_type)
         if not max_norm >= 0:
             raise ConfigError(f"max_norm: expected a number from 0 on, got {max_norm}")
+        self.check_finite()
         self._norms.ask(norm_type)
         chosen = list(self._model.parameters() if parameters is None else parameters)
         gradients = self._gradients_of(chosen, norm_type)
@@ -92,8 +103,26 @@ class Clipper:
                     each.scale(factor)
         return total
 
+    def check_finite(self) -> None:
+        """Tell loss scaling, once in a step, whether all gradients are finite; nothing where it need not know.
+
+        Raises:
+            ModelError: a gradient was changed in place while it was away.
+            StorageError: gradients could not be read back.
+        """
+        if not self._scaling.must_check():
+            return
+        waiting = self._sink.waiting()
+        if self._norms.norm_type not in SHOWS_OVERFLOW:
+            self._norms.ask(math.inf)
+        for each in waiting:
+            self._measure(each, [i for i in sorted(each.present) if each.part.slots[i].num_elements])
+        norms = [self._norms.get(each.part, i) for each in waiting for i in each.present]
+        finite = [norm.isfinite() for norm in norms if norm is not None]
+        self._scaling.note_check(not finite or bool(torch.stack(finite).all()))
+
     def _gradients_of(self, params: Sequence[nn.Parameter], norm_type: float) -> list[_Gradient]:
-        """The gradients there are, in the order of ``params``."""
+        """The gradients there are, in the order of ``params``. Under loss scaling only those that are stepped."""
         waiting = self._sink.waiting()
         wanted = set(params)
         for each in waiting:
@@ -103,7 +132,7 @@ class Clipper:
         for param in params:
             if param in places:
                 found.append(self._away(*places[param]))
-            elif param.grad is not None:  # nobody steps it: PyTorch's own
+            elif param.grad is not None and not self._scaling.inverses:  # nobody steps it: PyTorch's own
                 norm = norm_of(param.grad, norm_type)
                 found.append(_Gradient(param, norm, param.grad.dtype, functools.partial(_multiply, param.grad)))
         return found
@@ -116,10 +145,8 @@ class Clipper:
         def take(shard: torch.Tensor) -> None:
             flat = shard.view(gradients.dtype)
             for position in missing:
-                gradient = part.slots[position].view(flat).to(part.step_dtype)
-                for scale in gradients.scales.get(position, ()):
-                    gradient = gradient * scale
-                self._norms.take(part, position, gradient)
+                gradient = part.slots[position].view(flat)
+                self._norms.take(part, position, gradient, gradients.scales.get(position, ()))
 
         if missing:
             PartShelf(self._loop, self._store, part).look(gradients.kind, take)

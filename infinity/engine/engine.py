@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.engine.account import StepAccount
 from infinity.engine.activity import Activity
 from infinity.engine.budget import plan_for, plan_within
 from infinity.engine.clipping import Clipper
@@ -23,6 +24,7 @@ from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.prefetch import BACKLOG_SHARE, Orders, PrefetchScheduler
 from infinity.engine.refusals import Refusals
 from infinity.engine.resources import Resources
+from infinity.engine.scaling import scaling_for
 from infinity.engine.shadow import probe
 from infinity.engine.start import Loader, check_model, convert_buffers
 from infinity.engine.steps import OptimizerSteps
@@ -36,7 +38,7 @@ from infinity.io.numa import choose_placement
 from infinity.store.device import AcceleratorDevice, ArenaDevice, Piece
 from infinity.store.nvme import NvmeTier
 from infinity.store.store import TieredStore
-from infinity.trace import OPTIMIZER, Recorder, ShardSpans, StepMeter, StepStats, TierUsage
+from infinity.trace import OPTIMIZER, Recorder, ShardSpans, StepStats, TierUsage
 
 
 class Engine:
@@ -60,8 +62,8 @@ class Engine:
         self.config = config
         self.last_step: StepStats | None = None
         self.grad_norm: torch.Tensor | None = None
+        self._scaling = scaling_for(config)
         self.recorder = Recorder()
-        self._meter = StepMeter()
         stepped = {param for group in optimizer.param_groups for param in group["params"]}
         self._traits = probe(optimizer)
         states = self._traits.states
@@ -74,8 +76,7 @@ class Engine:
             self._resources.close()
             raise
         self._finalizer = weakref.finalize(self, self._resources.close)
-        self._mark = self._counters()
-        self.recorder.start()
+        self._account = StepAccount(self._store, self._scheduler, self.recorder)
 
     def _build(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         config, resources, plan = self.config, self._resources, self._plan
@@ -95,7 +96,8 @@ class Engine:
             )
         on_host = device.type == "cpu"
         overlaps = config.overlap and not self._traits.is_serial and plan.can_overlap(config.ram, uploads=not on_host)
-        num_backwards = config.accumulation_steps if overlaps and config.max_grad_norm is None else None
+        waits = config.max_grad_norm is not None or self._scaling.must_check()
+        num_backwards = config.accumulation_steps if overlaps and not waits else None
         orders = Orders(self._units, self._parts, plan.step_keys, under_backward=num_backwards is not None)
         placement = choose_placement(device, config.nvme)
         self._store = store = resources.store = TieredStore(
@@ -143,11 +145,18 @@ class Engine:
             ahead_bytes=max((plan.step_bytes(part) for part in self._parts if part.stepped), default=0),
             backlog_bytes=config.ram // BACKLOG_SHARE,
         )
-        norms = GradientNorms(2.0 if config.max_grad_norm else None, num_backwards=config.accumulation_steps)
+        norm_type = 2.0 if config.max_grad_norm else self._scaling.norm_type
+        norms = GradientNorms(norm_type, num_backwards=config.accumulation_steps, scaling=self._scaling)
         self._gradients = GradientSink(
-            loop, self._store, self._scheduler, self._parts, norms=norms, num_backwards=num_backwards
+            loop,
+            self._store,
+            self._scheduler,
+            self._parts,
+            norms=norms,
+            scaling=self._scaling,
+            num_backwards=num_backwards,
         )
-        self._clipper = Clipper(self.module, loop, self._store, self._gradients, norms)
+        self._clipper = Clipper(self.module, loop, self._store, self._gradients, norms, self._scaling)
         self._steps = OptimizerSteps(
             loop,
             stream,
@@ -202,10 +211,13 @@ class Engine:
         self._check_usable()
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run backward from ``loss``; the same as ``loss.backward()``. Several before a ``step`` add up."""
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """Run backward from ``loss``; the same as ``loss.backward()``. Several before a ``step`` add up.
+
+        With ``fp16`` it starts from the loss times ``loss_scale``, and is the only way.
+        """
         self._check_usable()
-        loss.backward()
+        self._scaling.backward(loss, retain_graph=retain_graph)
 
     def step(self) -> None:
         """Step the optimizer and consume the gradients; the same as ``engine.optimizer.step()``.
@@ -288,6 +300,16 @@ class Engine:
         return {} if nvme is None else dict(nvme.choices)
 
     @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward: 1 without ``fp16``."""
+        return self._scaling.scale
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that changed nothing, because a gradient had overflowed in ``fp16``."""
+        return self._scaling.num_skipped_steps
+
+    @property
     def num_parameters(self) -> int:
         """How many elements the model's parameters have, shared ones once."""
         return sum(slot.num_elements for part in self._parts for slot in part.slots)
@@ -342,6 +364,7 @@ class Engine:
         self._check_usable()
         self._hooks.settle()
         self._gradients.discard()
+        self._scaling.forget()
 
     def _step(self) -> None:
         self._check_open()
@@ -354,30 +377,13 @@ class Engine:
             self._steps.prepare()
             if self.config.max_grad_norm is not None:
                 self.grad_norm = self._clipper.clip(self.config.max_grad_norm)
-            gradients = self._gradients.take()
-            self._steps.complete(gradients)
+            self._clipper.check_finite()
+            if self._scaling.skips:
+                self._gradients.discard()
+            else:
+                self._steps.complete(self._gradients.take())
             causes.append(("optimizer", time.perf_counter()))
         self._resources.loop.call_soon(self._scheduler.end_cycle)
         self._activity.switch("outside")
-        mark = self._counters()
-        since = {name: value - self._mark[name] for name, value in mark.items()}
-        self._mark = mark
-        self.last_step = self._meter.step_stats(
-            self.recorder.end_step(),
-            stall_seconds=since["stall_seconds"],
-            optimizer_seconds=time.perf_counter() - start,
-            nvme_read_bytes=int(since["read_bytes"]),
-            nvme_written_bytes=int(since["written_bytes"]),
-            num_gathers=int(since["num_gathers"]),
-            num_stalls=int(since["num_stalls"]),
-        )
-
-    def _counters(self) -> dict[str, float]:
-        moved, waited = self._store.statistics(), self._scheduler.statistics
-        return {
-            "read_bytes": moved.read_bytes,
-            "written_bytes": moved.written_bytes,
-            "stall_seconds": waited.stall_seconds,
-            "num_gathers": waited.num_gathers,
-            "num_stalls": waited.num_stalls,
-        }
+        self.last_step = self._account.end_step(start)
+        self._scaling.end_step()

@@ -38,6 +38,7 @@ from torch import nn
 
 from infinity.engine.norms import GradientNorms
 from infinity.engine.prefetch import TRAINING, PrefetchScheduler
+from infinity.engine.scaling import Scaling
 from infinity.engine.unit import GRAD, GRAD_SUM, AwayGradient, Part, PartGradients, Slot, StandIn, Unit
 from infinity.errors import BudgetError, EngineStateError, ModelError
 from infinity.io.memory import HEAP
@@ -81,6 +82,7 @@ class GradientSink:
         scheduler: learns when gradients arrive.
         parts: all parts.
         norms: takes the norm of each gradient while it is at hand.
+        scaling: what is to be undone on gradients before they are stepped.
         num_backwards: how many backwards there are in a step, if its sub-groups are to be stepped under the last.
     """
 
@@ -92,6 +94,7 @@ class GradientSink:
         parts: Sequence[Part],
         *,
         norms: GradientNorms,
+        scaling: Scaling,
         num_backwards: int | None = None,
     ) -> None:
         self._loop = loop
@@ -99,6 +102,7 @@ class GradientSink:
         self._scheduler = scheduler
         self._parts = parts
         self._norms = norms
+        self._scaling = scaling
         self._gradients: dict[int, _Gradients] = {}
         self._open_parts: dict[int, Part] = {}
         self._placeholders: dict[nn.Parameter, StandIn] = {}
@@ -120,13 +124,18 @@ class GradientSink:
             if gradients is None or gradients.begun or gradients.flat is not None:
                 continue
             positions = {i for i, slot in enumerate(part.slots) if slot.param.requires_grad}
-            if all(gradients.arrived.get(i) == self._backward for i in positions) and self._all_kept(part, gradients):
+            are_kept = all(self._is_kept(part.slots[position]) for position in gradients.arrived)
+            if are_kept and all(gradients.arrived.get(i) == self._backward for i in positions):
                 gradients.begun = True
                 taken.append(PartGradients(part, gradients.kind, frozenset(gradients.arrived)))
         return taken
 
     def expect(self, part: Part, position: int) -> None:
         """Autograd is about to accumulate the gradient of a slot: what the user left on ``param.grad`` is honoured."""
+        self._scaling.refuse_foreign(part.slots[position].name)
+        self._expect(part, position)
+
+    def _expect(self, part: Part, position: int) -> None:
         slot = part.slots[position]
         self._refuse_more(part, slot)
         self._refuse_change(slot)
@@ -252,11 +261,8 @@ class GradientSink:
                 if self._is_kept(slot):
                     slot.param.grad = None
         handed_over = {each.part.index for each in taken}
-        discarded = [
-            self._parts[index].key(each.kind)
-            for index, each in gradients.items()
-            if not each.begun and index not in handed_over
-        ]
+        others = [(i, each) for i, each in gradients.items() if not each.begun and i not in handed_over]
+        discarded = [self._parts[i].key(each.kind) for i, each in others]
         if discarded:
             self._loop.run(self._delete(discarded))
         return taken
@@ -267,7 +273,8 @@ class GradientSink:
             part = self._parts[index]
             kept = frozenset(position for position in each.arrived if self._is_kept(part.slots[position]))
             if kept and not each.begun:
-                waiting.append(PartGradients(part, each.kind, kept, each.scales))
+                scales = {i: (*self._scaling.inverses, *each.scales.get(i, ())) for i in kept}
+                waiting.append(PartGradients(part, each.kind, kept, scales))
         return waiting
 
     def _take_users(self) -> None:
@@ -277,7 +284,7 @@ class GradientSink:
                 gradient = slot.param.grad
                 if gradient is not None and not self._is_kept(slot):
                     self._refuse_away(slot, gradient)
-                    self.expect(part, position)
+                    self._expect(part, position)
                     self.arrive(part, position, gradient)
         self.let_go()
 
@@ -292,9 +299,6 @@ class GradientSink:
                         "when its step had begun under backward; do so before the last backward, or leave "
                         "accumulation_steps unset"
                     )
-
-    def _all_kept(self, part: Part, gradients: _Gradients) -> bool:
-        return all(self._is_kept(part.slots[position]) for position in gradients.arrived)
 
     def _refuse_more(self, part: Part, slot: Slot) -> None:
         gradients = self._gradients.get(part.index)

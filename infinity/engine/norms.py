@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
+from infinity.engine.scaling import NoScaling, Scaling
 from infinity.engine.unit import Part
 
 
@@ -52,9 +53,13 @@ class GradientNorms:
     Args:
         norm_type: which norm is asked for in every step; ``None``: none, until ``ask``.
         num_backwards: how many backwards make a step, if that is known.
+        scaling: what is to be undone on gradients.
     """
 
-    def __init__(self, norm_type: float | None = None, *, num_backwards: int | None = None) -> None:
+    def __init__(
+        self, norm_type: float | None = None, *, num_backwards: int | None = None, scaling: Scaling | None = None
+    ) -> None:
+        self._scaling = scaling or NoScaling()
         self._always = self._norm_type = norm_type
         self._num_backwards = num_backwards or 1
         self._was_asked = False
@@ -71,7 +76,12 @@ class GradientNorms:
         """
         self._norms.pop((part.index, position), None)
         if self._norm_type is not None and num_backwards >= self._num_backwards and gradient.numel():
-            self.take(part, position, gradient)
+            self.take(part, position, gradient, self._scaling.inverses)
+
+    @property
+    def norm_type(self) -> float | None:
+        """Which norm is taken; ``None``: none."""
+        return self._norm_type
 
     def ask(self, norm_type: float) -> None:
         """Norms of this type are wanted, in this step and, in all likelihood, in the next."""
@@ -79,10 +89,13 @@ class GradientNorms:
             self._norms.clear()
         self._norm_type, self._was_asked = norm_type, True
 
-    def take(self, part: Part, position: int, gradient: torch.Tensor) -> None:
-        """Take and keep a gradient's norm."""
+    def take(self, part: Part, position: int, gradient: torch.Tensor, scales: Sequence[torch.Tensor]) -> None:
+        """Take and keep the norm of a gradient times ``scales``, one after the other."""
         assert self._norm_type is not None
-        self._norms[part.index, position] = norm_of(gradient.to(part.step_dtype), self._norm_type)
+        gradient = gradient.to(part.step_dtype)
+        for scale in scales:
+            gradient = gradient * scale.to(gradient.device)
+        self._norms[part.index, position] = norm_of(gradient, self._norm_type)
 
     def get(self, part: Part, position: int) -> torch.Tensor | None:
         """A gradient's norm, if it has been taken."""

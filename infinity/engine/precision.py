@@ -4,6 +4,7 @@
 ``bf16``: parameters, buffers and floating-point inputs are bf16; the optimizer steps fp32 master weights, which are the
     original values, and the new parameters are their rounding. A gradient arrives in bf16, as autograd made it; a step
     of one backward steps its exact fp32 image, and several backwards are summed in fp32, in order of arrival.
+``fp16``: the same with fp16; the loss is scaled (``scaling.py``).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Precision:
 _PRECISIONS: dict[PrecisionName, Precision] = {
     "fp32": Precision(),
     "bf16": Precision(compute=torch.bfloat16, step=torch.float32),
+    "fp16": Precision(compute=torch.float16, step=torch.float32),
 }
 
 

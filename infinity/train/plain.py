@@ -5,19 +5,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from infinity.config import Precision
+from infinity.config import Config
 from infinity.trace import Recorder, StepStats, TierUsage
 
 
 class PlainTrainer:
-    """AdamW on fp32 parameters, or on fp32 masters of bf16 parameters; has the methods of ``infinity.Engine``.
+    """AdamW on fp32 parameters, or on fp32 masters of bf16 or fp16 parameters; has the methods of ``infinity.Engine``.
 
     Args:
         module: the model, real.
         learning_rate: AdamW's.
-        precision: as in ``Config``.
+        config: its precision, loss scale and ``max_grad_norm`` count.
         device: where it computes.
-        max_grad_norm: as in ``Config``.
     """
 
     last_step: StepStats | None = None
@@ -30,20 +29,27 @@ class PlainTrainer:
         module: nn.Module,
         *,
         learning_rate: float,
-        precision: Precision,
+        config: Config,
         device: torch.device,
-        max_grad_norm: float | None = None,
     ) -> None:
         self.module = module.to(device)
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = config.max_grad_norm
         self.masters = list(module.parameters())
         self.mixed: list[tuple[nn.Parameter, nn.Parameter]] = []  # each bf16 parameter and its fp32 master
-        if precision == "bf16":
+        self.scaler = torch.amp.GradScaler(
+            device.type,
+            init_scale=config.initial_loss_scale,
+            growth_interval=config.loss_scale_window,
+            enabled=config.precision == "fp16",
+        )
+        self.num_skipped_steps = 0
+        if config.precision != "fp32":
+            compute = torch.bfloat16 if config.precision == "bf16" else torch.float16
             self.masters = [nn.Parameter(parameter.detach().clone()) for parameter in module.parameters()]
-            self.mixed = list(zip(module.to(torch.bfloat16).parameters(), self.masters, strict=True))
+            self.mixed = list(zip(module.to(compute).parameters(), self.masters, strict=True))
         self.optimizer = torch.optim.AdamW(self.masters, lr=learning_rate)
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
-        # fp32: parameter, gradient, two moments; bf16: these four of the master, the parameter and its gradient.
+        # fp32: parameter, gradient, two moments; else: these four of the master, the parameter and its gradient.
         self.state_bytes = self.num_parameters * (20 if self.mixed else 16)
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -52,7 +58,7 @@ class PlainTrainer:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of ``loss`` to those of the step, for masters in fp32."""
-        torch.autograd.backward(loss)
+        self.scaler.scale(loss).backward()
         for parameter, master in self.mixed:
             assert parameter.grad is not None
             master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
@@ -61,9 +67,13 @@ class PlainTrainer:
     @torch.no_grad()
     def step(self) -> None:
         """Update the parameters and drop the gradients."""
+        self.scaler.unscale_(self.optimizer)
         if self.max_grad_norm is not None:
             self.grad_norm = torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        self.num_skipped_steps += self.scaler.get_scale() < before
         self.optimizer.zero_grad()
         for parameter, master in self.mixed:
             parameter.copy_(master)

@@ -32,6 +32,7 @@ class RunReport:
     Attributes:
         num_parameters: elements of the model's parameters.
         state_bytes: parameters, master weights, gradients and optimizer states together.
+        num_skipped_steps: steps that changed nothing, because a gradient had overflowed in fp16.
         unit_names: what the engine gathers together; empty without infinity.
         usage: the tiers, by name; empty without infinity.
         history: the figures of each step.
@@ -45,6 +46,7 @@ class RunReport:
 
     num_parameters: int
     state_bytes: int
+    num_skipped_steps: int
     unit_names: Sequence[str]
     usage: Mapping[str, TierUsage]
     history: History
@@ -63,6 +65,7 @@ class RunReport:
             "params": self.num_parameters,
             "state_bytes": self.state_bytes,
             "losses": [_or_none(loss) for loss in history.losses],
+            "num_skipped_steps": self.num_skipped_steps,
             "grad_norms": [_or_none(norm) for norm in history.grad_norms],
             "eval_losses": [_or_none(loss) for loss in history.eval_losses],
             "eval_steps": history.eval_steps,
@@ -97,6 +100,8 @@ class RunReport:
         table.add_row("parameters", f"{self.num_parameters:,}")
         table.add_row("training state", format_bytes(self.state_bytes))
         table.add_row("steps", f"{history.num_steps} of {self.settings.num_steps}")
+        if self.num_skipped_steps:
+            table.add_row("skipped steps", f"{self.num_skipped_steps}, in which a gradient overflowed")
         if history.diverged_at is not None:
             table.add_row("diverged", f"at step {history.diverged_at}")
         for name, losses in (

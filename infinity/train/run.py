@@ -78,6 +78,7 @@ def run(
         report = RunReport(
             num_parameters=trainer.num_parameters,
             state_bytes=trainer.state_bytes,
+            num_skipped_steps=trainer.num_skipped_steps,
             unit_names=trainer.unit_names,
             usage=trainer.usage(),
             history=history,

@@ -52,6 +52,10 @@ class Trainer(Protocol):
         """The norm of the last step's gradients before they were clipped; ``None`` where they are not."""
 
     @property
+    def num_skipped_steps(self) -> int:
+        """Steps that changed nothing, because a gradient had overflowed in fp16."""
+
+    @property
     def recorder(self) -> Recorder | None:
         """Where it records what it does; ``None`` without tiers."""
 
@@ -90,9 +94,8 @@ def make_trainer(settings: TrainSettings, config: Config, device: torch.device) 
         return PlainTrainer(
             GPT(settings.shape()),
             learning_rate=settings.learning_rate,
-            precision=config.precision,
+            config=_for_plain(config),
             device=device,
-            max_grad_norm=config.max_grad_norm,
         )
     with infinity.deferred_init():
         model = GPT(settings.shape())
@@ -116,6 +119,17 @@ def _with_accumulation(config: Config, settings: TrainSettings) -> Config:
             f"{settings.num_micro_batches} backwards; give --accumulate alone"
         )
     return config.model_copy(update={"accumulation_steps": settings.num_micro_batches})
+
+
+def _for_plain(config: Config) -> Config:
+    """The configuration, if ordinary PyTorch can do the same."""
+    for name in ("loss_scale", "loss_scale_hysteresis", "min_loss_scale"):
+        value = getattr(config, name)
+        if value != Config.model_fields[name].default:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: got {value} with --plain, but PyTorch's GradScaler has no such setting"
+            )
+    return config
 
 
 @contextlib.contextmanager
