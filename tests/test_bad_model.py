@@ -142,8 +142,14 @@ REFUSED: list[tuple[Callable[[Engine], Any], str]] = [
     (lambda e: e.optimizer.step(lambda: 0.0), r"step\(closure\) is not supported: call loss\.backward\(\) before"),
     (lambda e: e.optimizer.zero_grad(set_to_none=False), r"zero_grad\(set_to_none=False\) is not supported"),
     (lambda e: e.optimizer.add_param_group(new_group()), r"add every parameter group before infinity\.initialize\(\)"),
-    (lambda e: e.optimizer.load_state_dict({}), r"load the state into your optimizer before infinity\.initialize\(\)"),
-    (lambda e: e.module.load_state_dict({}), r"load_state_dict\(\) of a \w+ under the engine.*before infinity\.init"),
+    (
+        lambda e: e.optimizer.load_state_dict({}),
+        r"expected a state dict of an optimizer, got one without 'param_groups'",
+    ),
+    (
+        lambda e: e.module.load_state_dict({}),
+        r"load_state_dict\(\) of a \w+ under the engine.*engine\.load_state_dict\(\)",
+    ),
     (lambda e: step_with_another_group(e), r"group 2 holds a parameter of shape \(2,\)"),
 ]
 

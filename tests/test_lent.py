@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -161,6 +162,18 @@ def test_handlers_are_the_users_again(worker: LentThread) -> None:
         assert signal.getsignal(signal.SIGUSR1) is handler
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_makes_no_calls_of_its_parent(worker: LentThread) -> None:
+    worker.submit(os._exit, 7)
+    child = os.fork()
+    if child == 0:
+        worker.lend()
+        worker.shutdown()
+        os._exit(int(worker.has_calls))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    worker.shutdown(wait=False, cancel_futures=True)
 
 
 def test_shutdown_makes_the_calls_that_wait_or_cancels_them() -> None:

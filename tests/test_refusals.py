@@ -94,7 +94,10 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "meta": (lambda m: m.to("meta"), r"converting a GPT"),
     "to_empty": (lambda m: m.to_empty(device="cpu"), r"converting a GPT"),
     "share_memory": (lambda m: m.share_memory(), r"converting a GPT"),
-    "load": (lambda m: m.load_state_dict({}), r"load_state_dict\(\) of a GPT.*tokens\.weight.*before infinity\.init"),
+    "load": (
+        lambda m: m.load_state_dict({}),
+        r"of a GPT.*tokens\.weight.*engine\.load_state_dict\(\), or load before infinity\.init",
+    ),
     "load loosely": (lambda m: m.load_state_dict({}, strict=False), r"load_state_dict\(\) of a GPT"),
     "load by assignment": (lambda m: m.load_state_dict({}, assign=True), r"load_state_dict\(\) of a GPT"),
     "load a part": (lambda m: m.blocks[1].load_state_dict({}), r"of a Block under.*blocks\.1\.norm\.weight"),

@@ -334,7 +334,7 @@ def test_budgets_too_small_for_two_at_once_take_turns(tmp_path: Path, watch: Wat
 
 def test_backward_waits_when_steps_are_too_far_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that stand still, as with a slow disk, until backward has come to wait for them."""
-    monkeypatch.setattr("infinity.engine.engine.BACKLOG_SHARE", 64)
+    monkeypatch.setattr("infinity.engine.assembly.BACKLOG_SHARE", 64)
     gate = asyncio.Event()
     backlogs: list[tuple[int, int]] = []
     real_step, real_wait = SubGroupStepper.step, StepStream.until_backlog

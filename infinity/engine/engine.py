@@ -1,47 +1,24 @@
-"""``Engine``: a model and its optimizer, trained inside budgets. Composition only; every part has a file of its own."""
+"""``Engine``: a model and its optimizer, trained inside budgets; what users call. Its parts: ``assembly.py``."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import time
-import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.config import Config
-from infinity.engine.account import StepAccount
-from infinity.engine.activity import Activity
-from infinity.engine.budget import plan_for, plan_within
-from infinity.engine.clipping import Clipper
-from infinity.engine.gradients import GradientSink
-from infinity.engine.hooks import ModuleHooks
-from infinity.engine.norms import GradientNorms
-from infinity.engine.optimizer import OffloadedOptimizer
-from infinity.engine.prefetch import BACKLOG_SHARE, Orders, PrefetchScheduler
-from infinity.engine.refusals import Refusals
-from infinity.engine.resources import Resources
-from infinity.engine.scaling import scaling_for
-from infinity.engine.shadow import probe
-from infinity.engine.start import Loader, check_model, convert_buffers
-from infinity.engine.steps import OptimizerSteps
-from infinity.engine.stream import StepStream
-from infinity.engine.substep import SubGroupStepper
-from infinity.engine.unit import PARAM
-from infinity.engine.weights import StreamingStateDict, WeightReader, hook_state_dicts
+from infinity.engine.assembly import Assembly, check_forward
+from infinity.engine.loading import load_model
+from infinity.engine.weights import StreamingStateDict
 from infinity.errors import EngineStateError, ModelError
-from infinity.io.cores import warn_of_excess
-from infinity.io.numa import choose_placement
-from infinity.store.device import AcceleratorDevice, ArenaDevice, Piece
-from infinity.store.nvme import NvmeTier
-from infinity.store.store import TieredStore
-from infinity.trace import OPTIMIZER, Recorder, ShardSpans, StepStats, TierUsage
+from infinity.trace import TierUsage
 
 
-class Engine:
+class Engine(Assembly):
     """Made by ``infinity.initialize``; a context manager that closes itself.
 
     Attributes:
@@ -49,162 +26,11 @@ class Engine:
         optimizer: steps like the user's own, wherever its state lives; learning-rate schedulers work on it.
         config: what it was made with.
         last_step: figures of the latest step, ``None`` before the first.
+        values: weights, gradients and optimizer states, read and changed one at a time.
         grad_norm: the norm of all gradients before they were clipped, no dimensions, as of the last time; ``None``
             before the first.
         recorder: what ran and what waited, of the latest step; ``infinity.trace.write_trace`` writes it to a file.
     """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
-        check_model(model, optimizer)
-        warn_of_excess()
-        device = config.torch_device()
-        self.module = model
-        self.config = config
-        self.last_step: StepStats | None = None
-        self.grad_norm: torch.Tensor | None = None
-        self._scaling = scaling_for(config)
-        self.recorder = Recorder()
-        stepped = {param for group in optimizer.param_groups for param in group["params"]}
-        self._traits = probe(optimizer)
-        states = self._traits.states
-        self._plan = plan_within(model, config, device, lambda other: plan_for(model, stepped, states, other, device))
-        self._precision, self._units, self._parts = self._plan.precision, self._plan.units, self._plan.parts
-        self._resources = Resources(device)
-        try:
-            self._build(optimizer, device)
-        except BaseException:
-            self._resources.close()
-            raise
-        self._finalizer = weakref.finalize(self, self._resources.close)
-        self._account = StepAccount(self._store, self._scheduler, self.recorder)
-
-    def _build(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        config, resources, plan = self.config, self._resources, self._plan
-        loop = resources.loop
-        transfers = ShardSpans(self.recorder, self.unit_names)
-        if config.nvme:
-            resources.nvme = loop.run(
-                NvmeTier.open(
-                    config.nvme,
-                    capacity_bytes=plan.nvme_bytes,
-                    backend_name=config.io_backend,
-                    num_threads=config.io_num_threads,
-                    block_bytes=config.io_block_bytes,
-                    weights=config.nvme_weights,
-                    observe=transfers,
-                )
-            )
-        on_host = device.type == "cpu"
-        overlaps = config.overlap and not self._traits.is_serial and plan.can_overlap(config.ram, uploads=not on_host)
-        waits = config.max_grad_norm is not None or self._scaling.must_check()
-        num_backwards = config.accumulation_steps if overlaps and not waits else None
-        orders = Orders(self._units, self._parts, plan.step_keys, under_backward=num_backwards is not None)
-        placement = choose_placement(device, config.nvme)
-        self._store = store = resources.store = TieredStore(
-            config.ram,
-            resources.nvme,
-            distance=orders.shard_distance,
-            on_room=lambda: orders.look_ahead(),
-            placement=placement,
-            pin=device.type == "cuda",
-            poison=config.debug,
-        )
-        if on_host:
-            resources.device = ArenaDevice(
-                config.hbm, self._store, distance=orders.unit_distance, poison=config.debug, placement=placement
-            )
-        else:
-            resources.device = AcceleratorDevice(
-                device, config.hbm, self._store, distance=orders.unit_distance, poison=config.debug
-            )
-        self._device = device_tier = resources.device
-        transfers.add_gauge("host bytes", lambda: store.host.usage().used_bytes)
-        transfers.add_gauge("device bytes", lambda: device_tier.usage().used_bytes)
-        for unit in self._units:
-            pieces = [Piece(part.key(PARAM), part.start, part.stop) for part in unit.parts]
-            self._device.register(unit.index, unit.num_bytes, pieces)
-        self._stepper = SubGroupStepper(
-            self._store, format_of=plan.format_of, state_format_of=plan.state_format_of, worker=resources.worker
-        )
-        activity = self._activity = Activity(self.recorder)
-        stream = resources.stream = StepStream(self._stepper, self._device, unit_distance=orders.next_in_training)
-        recorder, names = self.recorder, self.unit_names
-        self._stepper.observe = lambda part, begun, ended: recorder.record(
-            OPTIMIZER, "step", begun, ended, unit=names[part.unit], part=part.position
-        )
-        self._scheduler = PrefetchScheduler(
-            loop,
-            self._store,
-            self._device,
-            orders,
-            self._units,
-            self._parts,
-            stream,
-            activity,
-            depth=config.prefetch,
-            ahead_bytes=max((plan.step_bytes(part) for part in self._parts if part.stepped), default=0),
-            backlog_bytes=config.ram // BACKLOG_SHARE,
-        )
-        norm_type = 2.0 if config.max_grad_norm else self._scaling.norm_type
-        norms = GradientNorms(norm_type, num_backwards=config.accumulation_steps, scaling=self._scaling)
-        self._gradients = GradientSink(
-            loop,
-            self._store,
-            self._scheduler,
-            self._parts,
-            norms=norms,
-            scaling=self._scaling,
-            num_backwards=num_backwards,
-        )
-        self._clipper = Clipper(self.module, loop, self._store, self._gradients, norms, self._scaling)
-        self._steps = OptimizerSteps(
-            loop,
-            stream,
-            self._stepper,
-            self._units,
-            self._parts,
-            optimizer,
-            overlaps=overlaps,
-            worker=resources.worker,
-        )
-        self.buffer_bytes = convert_buffers(self.module, self._precision, device)
-        resources.refusals = Refusals(self.module, self._units)
-        self._stepper.adopt(
-            Loader(
-                loop,
-                self._store,
-                optimizer,
-                format_of=plan.format_of,
-                state_format_of=plan.state_format_of,
-                compute=self._stepper.compute,
-            ).load(self._units)
-        )
-        self._scheduler.start()
-        self._hooks = resources.hooks = ModuleHooks(
-            self.module,
-            self._units,
-            self._scheduler,
-            self._gradients,
-            self._precision,
-            self._steps.check,
-            self._steps,
-            activity,
-        )
-        self._reader = WeightReader(
-            loop,
-            self._store,
-            self._parts,
-            format_of=plan.format_of,
-            state_format_of=plan.state_format_of,
-            settled=self._steps.settle,
-        )
-        resources.handles = hook_state_dicts(self.module, self._reader)
-        self.optimizer = OffloadedOptimizer(
-            optimizer,
-            self._step,
-            self._discard,
-            functools.partial(self._reader.read_state, state_of=self._stepper.state_of),
-        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; the same as ``engine.module(...)``."""
@@ -256,10 +82,8 @@ class Engine:
             StorageError: gradients could not be read back.
         """
         self._check_open()
-        self._hooks.refuse_inside("clip_grad_norm_")
-        self._hooks.settle()
         self._gradients.refuse_early_steps("clip_grad_norm_()")
-        self._steps.settle()
+        self._settle("clip_grad_norm_")
         self.grad_norm = self._clipper.clip(max_norm, norm_type, error_if_nonfinite, parameters)
         return self.grad_norm
 
@@ -271,6 +95,39 @@ class Engine:
         """The model's state by name, at full precision; each tensor is read when it is asked for."""
         self._check_usable()
         return StreamingStateDict(self.module.state_dict(keep_vars=True), self._reader)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Give the model other values: parameters at full precision, buffers and extra state, part by part.
+
+        Args:
+            state: by the names of ``state_dict()``; gradients and optimizer states stay.
+            strict: refuse a state with other names than the model's.
+
+        Raises:
+            ModelError: names are missing or unexpected, or a shape is another; nothing has been changed.
+            StorageError: a shard could not be read or written.
+        """
+        self._settle("load_state_dict")
+        load_model(self.module, state, self.values, strict=strict)
+
+    def gathered(
+        self, params: Iterable[nn.Parameter] | nn.Parameter, *, modify: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which parameters hold their values: copies on the device, in the dtype that computes.
+
+        They take memory beside the budgets, so gather few at a time. Others than the model's are left as they are.
+
+        Args:
+            params: which.
+            modify: keep what was changed when the block ends without an exception. Where an element was changed, its
+                value is the new weight, which optimizers step; the others keep all bits of theirs.
+
+        Raises:
+            EngineStateError: it is inside a forward, a backward or another such context.
+            ModelError: at the end: a parameter was changed without ``modify``, or has another shape now.
+            StorageError: a shard could not be read or written.
+        """
+        return self.values.gathered(params, modify=modify)
 
     def synchronize(self) -> None:
         """Wait until steps and transfers that have begun have ended, as ``torch.cuda.synchronize`` does for kernels.
@@ -319,11 +176,6 @@ class Engine:
         """Parameters, master weights, gradients and optimizer states together, padding included."""
         return self._plan.state_bytes
 
-    @property
-    def unit_names(self) -> list[str]:
-        """The units, in the order of the model's parameters."""
-        return [unit.name for unit in self._units]
-
     def close(self) -> None:
         """End all work and give back memory, files and hooks. Closing twice is harmless.
 
@@ -354,7 +206,19 @@ class Engine:
     def _check_usable(self) -> None:
         self._check_open()
         self._hooks.settle()
-        self._steps.check()
+        check_forward(self._gathered, self._steps)
+
+    def _settle(self, what: str) -> None:
+        """Have nothing under way, for something that reads or changes state between steps."""
+        self._check_open()
+        self._hooks.refuse_inside(what)
+        self._hooks.settle()
+        self._gathered.check()
+        self._steps.settle()
+
+    def _load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
+        self._settle("load_state_dict")
+        self._optimizer_loader.load(state_dict)
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
@@ -370,6 +234,7 @@ class Engine:
         self._check_open()
         self._hooks.refuse_inside("step")
         self._hooks.settle()
+        self._gathered.check()
         self._steps.check_errors()
         self._steps.check_groups()
         start = time.perf_counter()

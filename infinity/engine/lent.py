@@ -16,6 +16,7 @@ Guarantees
       operators, gradients enabled, training's number of threads.
     * A signal whose handler is Python's (Ctrl-C) is handled after the call: a handler may raise, and no call may end in
       the middle. An exception set by another thread (``PyThreadState_SetAsyncExc``) cannot be put off.
+    * In a process that was forked meanwhile no call is made: they are the parent's, and OpenMP would hang there.
 
 What is given up: the tail of a step rests while the training thread is in code of the user's own.
 
@@ -27,6 +28,7 @@ regions); ``GOMP_SPINCOUNT`` (read when torch is loaded, too late for a library)
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections import deque
@@ -71,6 +73,7 @@ class LentThread(Worker):
 
     def __init__(self) -> None:
         super().__init__()
+        self._pid = os.getpid()
         self._calls: deque[_Call] = deque()
         self._is_busy = False
         self._is_shut_down = False
@@ -79,7 +82,7 @@ class LentThread(Worker):
     @property
     def has_calls(self) -> bool:
         """Whether a call waits for a thread."""
-        return bool(self._calls)
+        return bool(self._calls) and os.getpid() == self._pid
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Have ``fn(*args, **kwargs)`` called by the next thread that is lent.
@@ -123,7 +126,7 @@ class LentThread(Worker):
             self.lend()
 
     def _can_make(self) -> bool:
-        return not self._is_busy and bool(self._calls)
+        return not self._is_busy and self.has_calls
 
     def _make_one(self) -> bool:
         if not self._can_make():

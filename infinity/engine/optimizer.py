@@ -24,6 +24,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         step: steps what has gradients.
         discard: forgets the gradients.
         read_state: a copy of the state of one parameter.
+        load_state: replaces all state and hyper-parameters of the user's optimizer.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         step: Callable[[], None],
         discard: Callable[[], None],
         read_state: Callable[[nn.Parameter], dict[str, Any]],
+        load_state: Callable[[dict[str, Any]], None],
     ) -> None:
+        self._load_state = load_state
         self._user = user
         self._run_step = step
         self._run_discard = discard
@@ -105,15 +108,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused: the state lives in the tiers.
+        """Take over the state of an optimizer of the same class, under an engine or not; sub-group by sub-group.
 
         Raises:
-            ModelError: always.
+            ModelError: the parameter groups are others; nothing has been changed.
+            StorageError: a shard could not be written.
         """
-        raise ModelError(
-            "optimizer.load_state_dict() under the engine: load the state into your optimizer before "
-            "infinity.initialize(), which takes it over"
-        )
+        for before in self._user._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        self._load_state(state_dict)
+        self.param_groups = self._user.param_groups
+        for after in self._user._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once made: parameters are laid out at start.

@@ -146,7 +146,8 @@ class Refusals:
         if not self._closed:
             raise ModelError(
                 f"load_state_dict() of a {type(module).__name__} under the engine: the value of parameter "
-                f"{self._any_name(module)} is in the tiers; load values before infinity.initialize()"
+                f"{self._any_name(module)} is in the tiers; call engine.load_state_dict(), or load before "
+                "infinity.initialize()"
             )
         if metadata.get("assign_to_params_buffers"):
             return

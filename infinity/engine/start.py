@@ -181,7 +181,7 @@ class Loader:
             del value
             self._empty(unit, part, slot)
         self._loop.run(weights.release(changed=True))
-        return self._load_state(part) if part.stepped else PartState()
+        return self.load_state(part) if part.stepped else PartState()
 
     def _empty(self, unit: Unit, part: Part, slot: Slot) -> None:
         """Leave a placeholder in the parameter, which stays the object that the user and the optimizer hold."""
@@ -194,8 +194,12 @@ class Loader:
         else:
             unit.leave(part, slot)
 
-    def _load_state(self, part: Part) -> PartState:
-        """Take over state of an optimizer that has stepped, or loaded a state dict, before."""
+    def load_state(self, part: Part) -> PartState:
+        """Take over state of an optimizer that has stepped, or loaded a state dict, before; no shard of it exists yet.
+
+        Raises:
+            StorageError: a shard could not be written.
+        """
         state = PartState()
         found: dict[str, dict[int, torch.Tensor]] = {}
         for position, slot in enumerate(part.slots):

@@ -92,6 +92,10 @@ class OptimizerSteps:
                 "stepped already: call step() next; or leave accumulation_steps unset, and steps begin at step()"
             )
 
+    def fail(self, error: BaseException) -> None:
+        """Something else has failed half-way: no step, forward or read comes after it."""
+        self._error = self._error or error
+
     def check_errors(self) -> None:
         """Raise what a step failed with; the first time as it was.
 

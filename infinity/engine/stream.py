@@ -36,7 +36,7 @@ from infinity.store.device import DeviceTier
 def half_way(error: BaseException) -> EngineStateError:
     """What everyone is told once a step has failed."""
     return EngineStateError(
-        f"an optimizer step failed half-way, so the state is no longer whole: {error}; "
+        f"an optimizer step, or a change of weights, failed half-way, so the state is no longer whole: {error}; "
         "start again from your last saved state"
     )
 

@@ -274,9 +274,12 @@ class Unit:
                     return slot.name
         return None
 
-    def note_versions(self) -> None:
-        """Changes in place are counted from now on."""
-        self.versions = [slot.param._version for slot in self.slots]
+    def note_versions(self, only: Slot | None = None) -> None:
+        """Changes in place are counted from now on: of all parameters, or of one."""
+        if only is None:
+            self.versions = [slot.param._version for slot in self.slots]
+        else:
+            self.versions[list(self.slots).index(only)] = only.param._version
 
     def changed_parameter(self) -> str | None:
         """The name of a parameter that was changed in place since the unit was last gathered."""

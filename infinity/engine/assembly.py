@@ -1,0 +1,260 @@
+"""``Assembly``: the parts of an engine, made and joined in the order in which they need each other."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.engine.account import StepAccount
+from infinity.engine.activity import Activity
+from infinity.engine.budget import plan_for, plan_within
+from infinity.engine.clipping import Clipper
+from infinity.engine.gradients import GradientSink
+from infinity.engine.hooks import ModuleHooks
+from infinity.engine.loading import OptimizerLoader
+from infinity.engine.norms import GradientNorms
+from infinity.engine.optimizer import OffloadedOptimizer
+from infinity.engine.prefetch import BACKLOG_SHARE, Orders, PrefetchScheduler
+from infinity.engine.refusals import Refusals
+from infinity.engine.resources import Resources
+from infinity.engine.scaling import scaling_for
+from infinity.engine.shadow import probe
+from infinity.engine.start import Loader, check_model, convert_buffers
+from infinity.engine.steps import OptimizerSteps
+from infinity.engine.stream import StepStream
+from infinity.engine.substep import SubGroupStepper
+from infinity.engine.unit import PARAM
+from infinity.engine.values import Gathered, Values, WeightWriter
+from infinity.engine.weights import WeightReader, hook_state_dicts
+from infinity.io.cores import warn_of_excess
+from infinity.io.numa import choose_placement
+from infinity.store.device import AcceleratorDevice, ArenaDevice, Piece
+from infinity.store.nvme import NvmeTier
+from infinity.store.store import TieredStore
+from infinity.trace import OPTIMIZER, Recorder, ShardSpans, StepStats
+
+
+def check_forward(gathered: Gathered, steps: OptimizerSteps) -> None:
+    """Raise where no forward may begin. No method of the engine: the model's hooks must not keep that alive."""
+    gathered.check()
+    steps.check()
+
+
+class Assembly(ABC):
+    """What an engine consists of. ``Engine`` adds what users call, and what the parts call back.
+
+    Args:
+        model: the user's.
+        optimizer: the user's.
+        config: budgets and everything else.
+
+    Raises:
+        InfinityError: it cannot be made; whatever was opened has been closed.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
+        check_model(model, optimizer)
+        warn_of_excess()
+        device = config.torch_device()
+        self.module = model
+        self.config = config
+        self.last_step: StepStats | None = None
+        self.grad_norm: torch.Tensor | None = None
+        self._scaling = scaling_for(config)
+        self._gathered = Gathered()
+        self.recorder = Recorder()
+        stepped = {param for group in optimizer.param_groups for param in group["params"]}
+        traits = probe(optimizer)
+        self._plan = plan_within(
+            model, config, device, lambda other: plan_for(model, stepped, traits.states, other, device)
+        )
+        self._precision, self._units, self._parts = self._plan.precision, self._plan.units, self._plan.parts
+        self._resources = Resources(device)
+        try:
+            overlaps = config.overlap and not traits.is_serial
+            overlaps = overlaps and self._plan.can_overlap(config.ram, uploads=device.type != "cpu")
+            waits = config.max_grad_norm is not None or self._scaling.must_check()
+            num_backwards = config.accumulation_steps if overlaps and not waits else None
+            self._orders = Orders(
+                self._units, self._parts, self._plan.step_keys, under_backward=num_backwards is not None
+            )
+            self._build_tiers(device)
+            self._build_schedule()
+            self._build_steps(optimizer, overlaps=overlaps, num_backwards=num_backwards)
+            self._take_over(optimizer, device)
+        except BaseException:
+            self._resources.close()
+            raise
+        self._finalizer = weakref.finalize(self, self._resources.close)
+        self._account = StepAccount(self._store, self._scheduler, self.recorder)
+
+    @property
+    def unit_names(self) -> list[str]:
+        """The units, in the order of the model's parameters."""
+        return [unit.name for unit in self._units]
+
+    @abstractmethod
+    def _settle(self, what: str) -> None:
+        """Have nothing under way, for something that reads or changes state between steps."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Step the optimizer."""
+
+    @abstractmethod
+    def _discard(self) -> None:
+        """Forget the gradients."""
+
+    @abstractmethod
+    def _load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
+        """Replace the optimizer's state."""
+
+    def _build_tiers(self, device: torch.device) -> None:
+        config, resources, orders = self.config, self._resources, self._orders
+        transfers = ShardSpans(self.recorder, self.unit_names)
+        if config.nvme:
+            resources.nvme = resources.loop.run(
+                NvmeTier.open(
+                    config.nvme,
+                    capacity_bytes=self._plan.nvme_bytes,
+                    backend_name=config.io_backend,
+                    num_threads=config.io_num_threads,
+                    block_bytes=config.io_block_bytes,
+                    weights=config.nvme_weights,
+                    observe=transfers,
+                )
+            )
+        placement = choose_placement(device, config.nvme)
+        self._store = store = resources.store = TieredStore(
+            config.ram,
+            resources.nvme,
+            distance=orders.shard_distance,
+            on_room=lambda: orders.look_ahead(),
+            placement=placement,
+            pin=device.type == "cuda",
+            poison=config.debug,
+        )
+        if device.type == "cpu":
+            resources.device = ArenaDevice(
+                config.hbm, store, distance=orders.unit_distance, poison=config.debug, placement=placement
+            )
+        else:
+            resources.device = AcceleratorDevice(
+                device, config.hbm, store, distance=orders.unit_distance, poison=config.debug
+            )
+        self._device = device_tier = resources.device
+        transfers.add_gauge("host bytes", lambda: store.host.usage().used_bytes)
+        transfers.add_gauge("device bytes", lambda: device_tier.usage().used_bytes)
+        for unit in self._units:
+            pieces = [Piece(part.key(PARAM), part.start, part.stop) for part in unit.parts]
+            self._device.register(unit.index, unit.num_bytes, pieces)
+
+    def _build_schedule(self) -> None:
+        plan, resources, recorder, names = self._plan, self._resources, self.recorder, self.unit_names
+        self._stepper = SubGroupStepper(
+            self._store, format_of=plan.format_of, state_format_of=plan.state_format_of, worker=resources.worker
+        )
+        self._stepper.observe = lambda part, begun, ended: recorder.record(
+            OPTIMIZER, "step", begun, ended, unit=names[part.unit], part=part.position
+        )
+        self._activity = Activity(recorder)
+        self._stream = resources.stream = StepStream(
+            self._stepper, self._device, unit_distance=self._orders.next_in_training
+        )
+        self._scheduler = PrefetchScheduler(
+            resources.loop,
+            self._store,
+            self._device,
+            self._orders,
+            self._units,
+            self._parts,
+            self._stream,
+            self._activity,
+            depth=self.config.prefetch,
+            ahead_bytes=max((plan.step_bytes(part) for part in self._parts if part.stepped), default=0),
+            backlog_bytes=self.config.ram // BACKLOG_SHARE,
+        )
+
+    def _build_steps(self, optimizer: torch.optim.Optimizer, *, overlaps: bool, num_backwards: int | None) -> None:
+        config, loop, scaling = self.config, self._resources.loop, self._scaling
+        norm_type = 2.0 if config.max_grad_norm is not None else scaling.norm_type
+        norms = GradientNorms(norm_type, num_backwards=config.accumulation_steps, scaling=scaling)
+        self._gradients = GradientSink(
+            loop,
+            self._store,
+            self._scheduler,
+            self._parts,
+            norms=norms,
+            scaling=scaling,
+            num_backwards=num_backwards,
+        )
+        self._clipper = Clipper(self.module, loop, self._store, self._gradients, norms, scaling)
+        self._steps = OptimizerSteps(
+            loop,
+            self._stream,
+            self._stepper,
+            self._units,
+            self._parts,
+            optimizer,
+            overlaps=overlaps,
+            worker=self._resources.worker,
+        )
+
+    def _take_over(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        """Move the model's values and the optimizer's state into the tiers, and hook both."""
+        loop, resources, plan, stepper = self._resources.loop, self._resources, self._plan, self._stepper
+        formats: dict[str, Any] = {"format_of": plan.format_of, "state_format_of": plan.state_format_of}
+        self.buffer_bytes = convert_buffers(self.module, self._precision, device)
+        resources.refusals = Refusals(self.module, self._units)
+        loader = Loader(loop, self._store, optimizer, compute=stepper.compute, **formats)
+        stepper.adopt(loader.load(self._units))
+        self._scheduler.start()
+        self._hooks = resources.hooks = ModuleHooks(
+            self.module,
+            self._units,
+            self._scheduler,
+            self._gradients,
+            self._precision,
+            functools.partial(check_forward, self._gathered, self._steps),
+            self._steps,
+            self._activity,
+        )
+        self._reader = WeightReader(loop, self._store, self._parts, settled=self._steps.settle, **formats)
+        resources.handles = hook_state_dicts(self.module, self._reader)
+        self.values = Values(
+            loop,
+            self._store,
+            self._units,
+            self._parts,
+            self._reader,
+            WeightWriter(
+                loop,
+                self._store,
+                self._device,
+                self._units,
+                format_of=plan.format_of,
+                compute=stepper.compute,
+                fail=self._steps.fail,
+            ),
+            self._gradients,
+            self._gathered,
+            state_of=stepper.state_of,
+            state_format_of=plan.state_format_of,
+            compute=stepper.compute,
+            settle=self._settle,
+        )
+        self._optimizer_loader = OptimizerLoader(loop, self._store, self._parts, stepper, loader, optimizer)
+        self.optimizer = OffloadedOptimizer(
+            optimizer,
+            self._step,
+            self._discard,
+            functools.partial(self._reader.read_state, state_of=stepper.state_of),
+            self._load_optimizer,
+        )
