@@ -71,6 +71,7 @@ def _one_path_is_a_list(value: object) -> object:
 
 Bytes = Annotated[ByteSize, BeforeValidator(_refuse_bool_bytes), Field(ge=0)]
 Number = BeforeValidator(_refuse_bool)
+Scale = Annotated[float, Number, Field(ge=2.0**-126, le=2.0**126)]  # it and its inverse are numbers in fp32
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_one_path_is_a_list)]
 
 
@@ -111,11 +112,11 @@ class Config(BaseModel):
     master weights and optimizer states; gradients of several backwards are summed in fp32. ``"fp16"``: the same with
     fp16, and the loss is scaled: call ``engine.backward(loss)``."""
 
-    loss_scale: Literal["dynamic"] | Annotated[float, Number, Field(gt=0)] = "dynamic"
+    loss_scale: Literal["dynamic"] | Scale = "dynamic"
     """With ``fp16``: what the loss is multiplied by. ``"dynamic"``: it is halved when a gradient overflows, and that
     step is skipped; a number stays as it is."""
 
-    initial_loss_scale: Annotated[float, Number, Field(gt=0)] = 65536.0
+    initial_loss_scale: Scale = 65536.0
     """What ``loss_scale="dynamic"`` begins with."""
 
     loss_scale_window: Annotated[int, Number, Field(ge=1)] = 2000

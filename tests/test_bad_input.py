@@ -326,7 +326,7 @@ def test_no_nvme_and_too_little_memory_for_all_state() -> None:
         ({"prefetch": 1.5}, r"prefetch: .*1\.5"),
         ({"prefetch": 65}, r"prefetch: .*65"),
         ({"nvme": 3}, r"nvme: .*3"),
-        ({"precision": "fp16"}, r"precision: .*'fp32' or 'bf16'.*fp16"),
+        ({"precision": "fp8"}, r"precision: .*'bf16' or 'fp16'.*fp8"),
         ({"io_backend": "libaio"}, r"io_backend: .*libaio"),
         ({"io_block_bytes": 1000}, r"io_block_bytes: .*4096.*1000"),
         ({"units": 7}, r"units: .*7"),

@@ -283,6 +283,17 @@ def test_a_norm_that_is_not_finite_otherwise_does_what_it_does_in_pytorch(factor
     case.check(case.half(tmp_path))
 
 
+def test_one_parameter_is_clipped_as_one(engine: Engine) -> None:
+    backward(engine)
+    param = engine.module.get_parameter("tokens.weight")
+    gradient = engine.values.grad(param)
+    assert gradient is not None
+    holder = nn.Parameter(torch.zeros_like(gradient))
+    holder.grad = gradient
+    assert_same(engine.clip_grad_norm_(0.1, parameters=param), torch.nn.utils.clip_grad_norm_(holder, 0.1), "norm")
+    assert_same(engine.values.grad(param), holder.grad, "gradient")
+
+
 def test_without_gradients_the_norm_is_0(engine: Engine) -> None:
     assert_same(engine.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(1))], 1.0), "norm")
     engine.step()

@@ -219,6 +219,7 @@ def test_a_second_backward_through_the_same_graph(engine: Engine) -> None:
     [
         {"loss_scale": 0}, {"loss_scale": "static"}, {"loss_scale": True}, {"initial_loss_scale": -1},
         {"loss_scale_window": 0}, {"loss_scale_hysteresis": 0}, {"min_loss_scale": -1}, {"loss_scale": math.inf},
+        {"initial_loss_scale": 1e39}, {"loss_scale": 1e-40},
     ],
     ids=str,
 )  # fmt: skip

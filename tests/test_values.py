@@ -270,6 +270,18 @@ def test_without_a_gradient_there_is_none(engine: Engine) -> None:
     )
 
 
+def test_a_gradient_that_the_user_sets_and_reads_is_no_backward(tmp_path: Path) -> None:
+    engine, _ = start(tmp_path, accumulation_steps=1)
+    with engine:
+        param = engine.module.get_parameter("tokens.weight")
+        param.grad = torch.ones_like(param)
+        gradient = engine.values.grad(param)
+        assert gradient is not None
+        assert gradient.eq(1).all()
+        engine.backward(engine(*models.tokens(0)))
+        engine.step()
+
+
 # Optimizer states
 
 

@@ -76,7 +76,7 @@ class Clipper:
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
-        parameters: Iterable[nn.Parameter] | None = None,
+        parameters: Iterable[nn.Parameter] | nn.Parameter | None = None,
     ) -> torch.Tensor:
         """Clip, and return the norm before: no dimensions. The arguments are those of PyTorch's function.
 
@@ -91,8 +91,9 @@ class Clipper:
             raise ConfigError(f"max_norm: expected a number from 0 on, got {max_norm}")
         self.check_finite()
         self._norms.ask(norm_type)
-        chosen = list(self._model.parameters() if parameters is None else parameters)
-        gradients = self._gradients_of(chosen, norm_type)
+        chosen = self._model.parameters() if parameters is None else parameters
+        params = [chosen] if isinstance(chosen, nn.Parameter) else list(chosen)
+        gradients = self._gradients_of(params, norm_type)
         total = total_norm([each.norm for each in gradients], [each.dtype for each in gradients], norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise self._nonfinite(total, gradients, norm_type)

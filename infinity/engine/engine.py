@@ -63,7 +63,7 @@ class Engine(Assembly):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         *,
-        parameters: Iterable[nn.Parameter] | None = None,
+        parameters: Iterable[nn.Parameter] | nn.Parameter | None = None,
     ) -> torch.Tensor:
         """What ``torch.nn.utils.clip_grad_norm_`` does, to the last bit, with gradients that are away.
 

@@ -278,7 +278,8 @@ class GradientSink:
         return waiting
 
     def _take_users(self) -> None:
-        """Take gradients that the user has put onto parameters by hand."""
+        """Take gradients that the user has put onto parameters by hand; they are of no backward."""
+        num_arrived = self._num_arrived
         for part in self._parts:
             for position, slot in enumerate(part.slots if part.stepped else ()):
                 gradient = slot.param.grad
@@ -286,6 +287,7 @@ class GradientSink:
                     self._refuse_away(slot, gradient)
                     self._expect(part, position)
                     self.arrive(part, position, gradient)
+        self._num_arrived = num_arrived
         self.let_go()
 
     def _refuse_changes(self) -> None:
