@@ -62,6 +62,13 @@ def _one_name_is_a_list(value: object) -> object:
     return names
 
 
+def _one_pattern_is_a_list(value: object) -> object:
+    patterns = [value] if isinstance(value, str) else value
+    if isinstance(patterns, (list, tuple)) and any(isinstance(each, str) and not each.strip() for each in patterns):
+        raise ValueError("expected patterns of names of parameters, one of them is empty")
+    return patterns
+
+
 def _one_path_is_a_list(value: object) -> object:
     paths = [value] if isinstance(value, (str, os.PathLike)) else value
     if isinstance(paths, (list, tuple)) and any(isinstance(path, str) and not path.strip() for path in paths):
@@ -111,6 +118,11 @@ class Config(BaseModel):
     """``"fp32"``: parameters and arithmetic as they are. ``"bf16"``: bf16 parameters, buffers and gradients, fp32
     master weights and optimizer states; gradients of several backwards are summed in fp32. ``"fp16"``: the same with
     fp16, and the loss is scaled: call ``engine.backward(loss)``."""
+
+    keep_fp32: Annotated[tuple[str, ...], BeforeValidator(_one_pattern_is_a_list)] = ()
+    """With ``bf16`` and ``fp16``: patterns of names of parameters and buffers that stay as the model made them, and are
+    computed and stepped so: ``("*norm*", "blocks.*.router.*")``, ``*`` for any characters. Their modules get inputs as
+    they come, so a module that wants them in fp32 casts them."""
 
     loss_scale: Literal["dynamic"] | Scale = "dynamic"
     """With ``fp16``: what the loss is multiplied by. ``"dynamic"``: it is halved when a gradient overflows, and that

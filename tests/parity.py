@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,7 +78,12 @@ class Plain:
     """Plain PyTorch. As under the engine, a step consumes the gradients."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, scaler: dict[str, Any] | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: str,
+        scaler: dict[str, Any] | None = None,
+        keep_fp32: tuple[str, ...] = (),
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -85,10 +91,12 @@ class Plain:
         self.scaler = torch.amp.GradScaler("cpu", **(scaler or {}), enabled=precision == "fp16")
         self._is_unscaled = False
         if precision != "fp32":
+            named = (*model.named_parameters(), *model.named_buffers())
+            kept = {id(each) for name, each in named if any(fnmatch(name, pattern) for pattern in keep_fp32)}
             for group in optimizer.param_groups:
-                group["params"] = [self._master(param) for param in group["params"]]
+                group["params"] = [param if id(param) in kept else self._master(param) for param in group["params"]]
             compute = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-            model.to(compute)
+            model._apply(lambda t: t.to(compute) if t.is_floating_point() and id(t) not in kept else t)
             model.register_forward_pre_hook(functools.partial(_cast_inputs, compute), with_kwargs=True)
 
     def _master(self, param: nn.Parameter) -> nn.Parameter:
@@ -202,10 +210,11 @@ class Parity:
     script: Script
     precision: str = "fp32"
     scaler: dict[str, Any] | None = None
+    keep_fp32: tuple[str, ...] = ()
     expected: Outcome = field(init=False)
 
     def __post_init__(self) -> None:
-        plain = Plain(*build(self.make_model, self.make_optimizer), self.precision, self.scaler)
+        plain = Plain(*build(self.make_model, self.make_optimizer), self.precision, self.scaler, self.keep_fp32)
         self.expected = plain.outcome(self.script(plain))
 
     def check(self, config: Config, make_trainer: type[Tiered] = Tiered) -> infinity.Engine:
@@ -225,16 +234,16 @@ class Parity:
 
     def smallest(self, nvme: Path, **fields: Any) -> Config:
         """The smallest budgets that can train the model from NVMe."""
-        return smallest(self.make_model, self.make_optimizer, nvme=nvme, precision=self.precision, **fields)
+        return smallest(self.make_model, self.make_optimizer, nvme=nvme, **self._numbers, **fields)
 
     def blockwise(self, nvme: Path, **fields: Any) -> Config:
         """Room for two of the largest units and two sub-groups: everything else is on NVMe."""
-        whole = self._fitting(nvme=nvme, precision=self.precision, **fields)
+        whole = self._fitting(nvme=nvme, **self._numbers, **fields)
         return whole.model_copy(update={"hbm": ByteSize(2 * whole.hbm), "ram": ByteSize(2 * whole.ram)})
 
     def half(self, nvme: Path, **fields: Any) -> Config:
         """Host memory for half of the state."""
-        whole = self._fitting(nvme=nvme, precision=self.precision, **fields)
+        whole = self._fitting(nvme=nvme, **self._numbers, **fields)
         model, optimizer = build(self.make_model, self.make_optimizer)
         state_bytes = plan_of(model, optimizer, whole).state_bytes
         ram = max(state_bytes // 2, whole.ram)
@@ -242,7 +251,12 @@ class Parity:
 
     def resident(self, nvme: Path | None = None, **fields: Any) -> Config:
         """Memory for everything."""
-        return Config(**{**ENOUGH, "precision": self.precision, "nvme": () if nvme is None else nvme, **fields})
+        return Config(**{**ENOUGH, **self._numbers, "nvme": () if nvme is None else nvme, **fields})
+
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        """The fields of the configuration that change numbers."""
+        return {"precision": self.precision, "keep_fp32": self.keep_fp32}
 
     def _fitting(self, **fields: Any) -> Config:
         """Budgets for whole blocks: the largest with all around it, and its step."""

@@ -116,11 +116,22 @@ class Clipper:
         waiting = self._sink.waiting()
         if self._norms.norm_type not in SHOWS_OVERFLOW:
             self._norms.ask(math.inf)
+        suspects = self._not_finite(waiting)
+        if suspects and all(each.part.compute_dtype != torch.float16 for each in suspects):
+            self._norms.ask(math.inf)  # of wider gradients the sum of powers alone may have overflowed
+            suspects = self._not_finite(suspects)
+        self._scaling.note_check(not suspects)
+
+    def _not_finite(self, waiting: Sequence[PartGradients]) -> list[PartGradients]:
+        """Those of which a norm is not finite."""
+        norms = []
         for each in waiting:
-            self._measure(each, [i for i in sorted(each.present) if each.part.slots[i].num_elements])
-        norms = [self._norms.get(each.part, i) for each in waiting for i in each.present]
-        finite = [norm.isfinite() for norm in norms if norm is not None]
-        self._scaling.note_check(not finite or bool(torch.stack(finite).all()))
+            positions = [i for i in sorted(each.present) if each.part.slots[i].num_elements]
+            self._measure(each, positions)
+            norms += [(each, norm) for i in positions if (norm := self._norms.get(each.part, i)) is not None]
+        if not norms or bool(torch.stack([norm.isfinite() for _, norm in norms]).all()):  # one wait for the device
+            return []
+        return list({each.part.index: each for each, norm in norms if not bool(norm.isfinite())}.values())
 
     def _gradients_of(self, params: Sequence[nn.Parameter], norm_type: float) -> list[_Gradient]:
         """The gradients there are, in the order of ``params``. Under loss scaling only those that are stepped."""

@@ -59,13 +59,18 @@ def _cut(
     parts: list[Part] = []
     room = 0
     for name, param in plan.params:
-        compute, step = precision.compute_dtype(param.dtype), precision.step_dtype(param.dtype)
+        compute, step = precision.compute_dtype(param.dtype, name), precision.step_dtype(param.dtype, name)
         is_stepped = param in stepped
         names = states.get(param, ())
         num_step_copies = len(names) + 1 + (step != compute) if is_stepped else 0
         size = param.numel() * (compute.itemsize + step.itemsize * num_step_copies)
         last = parts[-1] if parts else None
-        if last is None or last.dtype != param.dtype or last.stepped != is_stepped or size > room:
+        alike = last is not None and (last.dtype, last.compute_dtype, last.stepped) == (
+            param.dtype,
+            compute,
+            is_stepped,
+        )
+        if not alike or size > room:
             parts.append(Part(0, 0, 0, param.dtype, compute, step, is_stepped, []))
             room = limit_bytes
         parts[-1].state_names |= dict.fromkeys(names)

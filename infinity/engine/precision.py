@@ -9,13 +9,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from infinity.config import Precision as PrecisionName
+from infinity.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +29,42 @@ class Precision:
     Attributes:
         compute: the dtype of floating-point parameters, buffers and inputs; ``None`` leaves them as they are.
         step: the dtype in which the optimizer steps them; ``None`` leaves them as they are.
+        keep: patterns of names of parameters and buffers that are left as they are all the same.
     """
 
     compute: torch.dtype | None = None
     step: torch.dtype | None = None
+    keep: tuple[str, ...] = ()
 
     @property
     def has_master(self) -> bool:
         """Whether the optimizer steps master weights beside the parameters."""
         return self.step is not None
 
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in forward and backward of what the model made in ``dtype``."""
-        return self.compute if self.compute is not None and dtype.is_floating_point else dtype
+    def compute_dtype(self, dtype: torch.dtype, name: str) -> torch.dtype:
+        """The dtype in forward and backward of the parameter or buffer ``name`` that the model made in ``dtype``."""
+        return self.compute if self.compute is not None and self._changes(dtype, name) else dtype
 
-    def step_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def step_dtype(self, dtype: torch.dtype, name: str) -> torch.dtype:
         """The dtype in which the optimizer steps it, and in which several backwards' gradients are summed."""
-        return self.step if self.step is not None and dtype.is_floating_point else dtype
+        return self.step if self.step is not None and self._changes(dtype, name) else dtype
+
+    def _changes(self, dtype: torch.dtype, name: str) -> bool:
+        return dtype.is_floating_point and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep)
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse patterns that keep nothing: a misspelt one would change numbers in silence.
+
+        Raises:
+            ConfigError: it names the pattern.
+        """
+        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        for pattern in self.keep:
+            if not fnmatch.filter(names, pattern):
+                raise ConfigError(
+                    f"keep_fp32: no parameter or buffer of the {type(model).__name__} has a name like {pattern!r}; "
+                    f"there are, for example, {', '.join(names[:3])}"
+                )
 
     def cast_inputs(self, inputs: Any) -> Any:
         """The inputs of the model's forward as its arithmetic wants them; any nesting of containers."""
@@ -61,6 +84,6 @@ _PRECISIONS: dict[PrecisionName, Precision] = {
 }
 
 
-def precision_of(name: PrecisionName) -> Precision:
-    """The dtypes that ``Config.precision`` names."""
-    return _PRECISIONS[name]
+def precision_of(name: PrecisionName, keep: tuple[str, ...] = ()) -> Precision:
+    """The dtypes that ``Config.precision`` names, but for what ``Config.keep_fp32`` names."""
+    return dataclasses.replace(_PRECISIONS[name], keep=keep)

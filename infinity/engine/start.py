@@ -121,13 +121,14 @@ def _check_memory(params: dict[str, nn.Parameter]) -> None:
 def convert_buffers(model: nn.Module, precision: Precision, device: torch.device) -> int:
     """Bring buffers to the device in the dtype that computes; they stay there. Returns their bytes."""
     converted: dict[torch.Tensor, torch.Tensor] = {}
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             if buffer not in converted:
                 value = materialize(buffer) if buffer.is_meta else buffer
-                converted[buffer] = value.to(device, precision.compute_dtype(value.dtype))
+                full_name = f"{prefix}.{name}" if prefix else name
+                converted[buffer] = value.to(device, precision.compute_dtype(value.dtype, full_name))
             module._buffers[name] = converted[buffer]
     return sum(buffer.numel() * buffer.element_size() for buffer in set(converted.values()))
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.engine.precision import precision_of
 from infinity.trace import Recorder, StepStats, TierUsage
 
 
@@ -43,14 +44,19 @@ class PlainTrainer:
             enabled=config.precision == "fp16",
         )
         self.num_skipped_steps = 0
-        if config.precision != "fp32":
-            compute = torch.bfloat16 if config.precision == "bf16" else torch.float16
-            self.masters = [nn.Parameter(parameter.detach().clone()) for parameter in module.parameters()]
-            self.mixed = list(zip(module.to(compute).parameters(), self.masters, strict=True))
+        precision = precision_of(config.precision, config.keep_fp32)
+        precision.check(module)
+        for index, (name, parameter) in enumerate(module.named_parameters()):
+            compute = precision.compute_dtype(parameter.dtype, name)
+            if compute != parameter.dtype:
+                self.masters[index] = nn.Parameter(parameter.detach().clone())
+                self.mixed.append((parameter, self.masters[index]))
+                parameter.data = parameter.data.to(compute)
         self.optimizer = torch.optim.AdamW(self.masters, lr=learning_rate)
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
-        # fp32: parameter, gradient, two moments; else: these four of the master, the parameter and its gradient.
-        self.state_bytes = self.num_parameters * (20 if self.mixed else 16)
+        # Parameter, gradient and two moments in fp32; or these four of the master, the parameter and its gradient.
+        num_mixed = sum(parameter.numel() for parameter, _ in self.mixed)
+        self.state_bytes = self.num_parameters * 16 + num_mixed * 4
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss."""
