@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,11 @@ import parity_models as models
 from infinity import Config, ConfigError
 from parity import Parity, Trainer, build, tiny_scale
 from parity_models import GPT
+from test_clipping import adamw, clipped
 
 __all__ = ["tiny_scale"]
 
 SCALER = {"init_scale": 2.0**13, "growth_interval": 2}
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 class Routed(nn.Module):
@@ -42,21 +38,6 @@ class Routed(nn.Module):
         return y.square().mean()
 
 
-def train(batches: Any, *, num_backwards: int) -> Callable[[Trainer], list[torch.Tensor]]:
-    def script(trainer: Trainer) -> list[torch.Tensor]:
-        seen = []
-        for step in range(4):
-            for micro in range(num_backwards):
-                loss = trainer.model(*batches(10 * step + micro))
-                trainer.backward(loss)
-                seen.append(loss.detach())
-            seen.append(trainer.clip(0.5))
-            trainer.step()
-        return seen
-
-    return script
-
-
 @pytest.mark.parametrize("num_backwards", [1, 2])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
@@ -71,7 +52,7 @@ def train(batches: Any, *, num_backwards: int) -> Callable[[Trainer], list[torch
 def test_training_is_that_of_plain_pytorch(
     make_model: Any, batches: Any, patterns: tuple[str, ...], precision: str, num_backwards: int, tmp_path: Path
 ) -> None:
-    script = train(batches, num_backwards=num_backwards)
+    script = clipped(0.5, num_backwards=num_backwards, batches=batches)
     case = Parity(make_model, adamw, script, precision, SCALER, patterns)
     scaling = {"initial_loss_scale": 2.0**13, "loss_scale_window": 2}
     for budgets in ("smallest", "blockwise", "half", "resident"):

@@ -21,6 +21,7 @@ from infinity.engine.hooks import ModuleHooks
 from infinity.engine.loading import OptimizerLoader
 from infinity.engine.norms import GradientNorms
 from infinity.engine.optimizer import OffloadedOptimizer
+from infinity.engine.precision import precision_of
 from infinity.engine.prefetch import BACKLOG_SHARE, Orders, PrefetchScheduler
 from infinity.engine.refusals import Refusals
 from infinity.engine.resources import Resources
@@ -61,6 +62,7 @@ class Assembly(ABC):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
         check_model(model, optimizer)
+        precision_of(config.precision, config.keep_fp32).check(model)
         warn_of_excess()
         device = config.torch_device()
         self.module = model

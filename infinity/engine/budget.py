@@ -214,7 +214,6 @@ def plan_for(
         ConfigError: ``config.units`` names a class of which the model has no module.
     """
     precision = precision_of(config.precision, config.keep_fp32)
-    precision.check(model)
     units = lay_out_units(
         plan_units(model, config.units, max_unit_bytes=max(config.hbm // 2, 1)),
         stepped,

@@ -268,12 +268,12 @@ class GradientSink:
         return taken
 
     def _waiting(self) -> list[PartGradients]:
-        waiting = []
+        waiting, inverses = [], self._scaling.inverses
         for index, each in sorted(self._gradients.items()):
             part = self._parts[index]
             kept = frozenset(position for position in each.arrived if self._is_kept(part.slots[position]))
             if kept and not each.begun:
-                scales = {i: (*self._scaling.inverses, *each.scales.get(i, ())) for i in kept}
+                scales = {i: (*inverses, *each.scales.get(i, ())) for i in kept}
                 waiting.append(PartGradients(part, each.kind, kept, scales))
         return waiting
 

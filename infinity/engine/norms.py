@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
-from infinity.engine.scaling import NoScaling, Scaling
+from infinity.engine.scaling import Scaling
 from infinity.engine.unit import Part
 
 
@@ -56,10 +56,8 @@ class GradientNorms:
         scaling: what is to be undone on gradients.
     """
 
-    def __init__(
-        self, norm_type: float | None = None, *, num_backwards: int | None = None, scaling: Scaling | None = None
-    ) -> None:
-        self._scaling = scaling or NoScaling()
+    def __init__(self, norm_type: float | None, *, num_backwards: int | None, scaling: Scaling) -> None:
+        self._scaling = scaling
         self._always = self._norm_type = norm_type
         self._num_backwards = num_backwards or 1
         self._was_asked = False

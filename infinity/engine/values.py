@@ -214,13 +214,12 @@ class Values:
             StorageError: a shard could not be read or written.
         """
         self._settle("load_state_dict")
-        by_part: dict[int, tuple[Part, dict[int, Change]]] = {}
+        changes: list[tuple[Part, int, Change]] = []
         for param, value in values.items():
             part, position = self._place(param)
             _check_shape(part.slots[position], value)
-            by_part.setdefault(part.index, (part, {}))[1][position] = functools.partial(_copy, value)
-        for part, changes in by_part.values():
-            self._writer.change(part, changes)
+            changes.append((part, position, functools.partial(_copy, value)))
+        self._change(changes)
 
     def grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of the gradient as the step would take it, on the CPU; ``None`` if there is none.
@@ -333,14 +332,21 @@ class Values:
         self, places: Mapping[nn.Parameter, tuple[Part, int]], found: Mapping[nn.Parameter, torch.Tensor]
     ) -> None:
         """Take over what parameters were changed to while they were gathered."""
-        by_part: dict[int, tuple[Part, dict[int, Change]]] = {}
+        changes: list[tuple[Part, int, Change]] = []
         for param, (part, position) in places.items():
             value = found[param]
             _check_shape(part.slots[position], value)
             value = value.to("cpu", part.compute_dtype)
-            by_part.setdefault(part.index, (part, {}))[1][position] = functools.partial(_copy_changed, value)
-        for part, changes in by_part.values():
-            self._writer.change(part, changes)
+            changes.append((part, position, functools.partial(_copy_changed, value)))
+        self._change(changes)
+
+    def _change(self, changes: Iterable[tuple[Part, int, Change]]) -> None:
+        """Change weights, those of a part together."""
+        by_part: dict[int, tuple[Part, dict[int, Change]]] = {}
+        for part, position, change in changes:
+            by_part.setdefault(part.index, (part, {}))[1][position] = change
+        for part, of_part in by_part.values():
+            self._writer.change(part, of_part)
 
     def _begin(self, param: nn.Parameter, what: str) -> tuple[Part, int]:
         place = self._place(param)
