@@ -366,3 +366,21 @@ def test_norms_of_norms_are_joined_as_pytorch_joins_them(kinds: list[tuple[int, 
     expected = torch.nn.utils.get_total_norm(gradients, norm_type)
     assert total.dtype == expected.dtype
     assert same_bits(total, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_norm": None}, "max_norm: expected a number, got None"),
+        ({"max_norm": 1.0, "norm_type": "two"}, "norm_type: expected a number, got 'two'"),
+        ({"max_norm": 1.0, "norm_type": math.nan}, "norm_type: expected a number, got nan"),
+        ({"max_norm": 1.0, "parameters": [None]}, "parameters: expected parameters of the model, got a NoneType"),
+        ({"max_norm": 1.0, "parameters": [("w", 1)]}, r"give model\.parameters\(\), not named_parameters\(\)"),
+        ({"max_norm": 1.0, "parameters": 3}, "parameters: expected parameters of the model, got int"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(engine: Engine, arguments: Any, message: str) -> None:
+    engine.backward(engine(*models.tokens(0)))
+    with pytest.raises(ConfigError, match=message):
+        engine.clip_grad_norm_(**arguments)
+    assert engine.clip_grad_norm_(1.0, foreach=True) > 0

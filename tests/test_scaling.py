@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity
 import parity_models as models
-from infinity import Config, ConfigError, Engine, EngineStateError, NonFiniteError
+from infinity import Config, ConfigError, Engine, EngineStateError, ModelError, NonFiniteError
 from infinity.engine.scaling import LossScaling
 from infinity.engine.weights import PartShelf
 from parity import Parity, Plain, Tiered, Trainer, build, tiny_scale
@@ -284,3 +284,41 @@ def test_with_hysteresis_and_a_minimum_it_is_deepspeeds(finite: list[bool], wind
         else:
             ours.end_step()
         assert ours.scale == theirs.scale
+
+
+def test_a_step_that_is_skipped_runs_no_hooks(engine: Engine) -> None:
+    ran: list[str] = []
+    engine.optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
+    engine.optimizer.register_step_post_hook(lambda *_: ran.append("after"))
+    engine.backward(engine(*models.tokens(0)) * math.inf)
+    engine.step()
+    assert ran == []
+    assert engine.num_skipped_steps == 1
+    engine.backward(engine(*models.tokens(0)))
+    engine.step()
+    assert ran == ["before", "after"]
+
+
+def test_a_step_without_gradients_counts_for_nothing(tmp_path: Path) -> None:
+    model, optimizer = build(GPT, adamw)
+    config = infinity.Config(
+        device="cpu", hbm="4MiB", ram="4MiB", precision="fp16", initial_loss_scale=64.0, loss_scale_window=2
+    )
+    with infinity.initialize(model, optimizer, config) as engine:
+        for _ in range(3):
+            engine.step()
+        assert engine.loss_scale == 64
+        engine.backward(engine(*models.tokens(0)))
+        engine.step()
+        assert engine.loss_scale == 64
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gradscaler_of_the_users_is_told_where_scaling_is(precision: str) -> None:
+    model, optimizer = build(GPT, adamw)
+    config = infinity.Config(device="cpu", hbm="4MiB", ram="4MiB", precision=precision)
+    with infinity.initialize(model, optimizer, config) as engine:
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(engine(*models.tokens(0))).backward()
+        with pytest.raises(ModelError, match=r"precision='fp16' in Config, call engine\.backward"):
+            scaler.step(engine.optimizer)

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import infinity
 import parity_models as models
 from infinity import Engine, EngineStateError, ModelError, StorageError
+from infinity.engine import writer
 from infinity.store.store import TieredStore
 from parity import Parity, Plain, Tiered, Trainer, assert_same, build, same_bits, tiny_scale
 from parity_models import GPT
@@ -126,6 +128,44 @@ def test_gathered_parameters_hold_their_values_and_then_placeholders_again(preci
         train_step(trainer, 1)
 
 
+@pytest.mark.parametrize("budgets", BUDGETS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_what_is_computed_while_gathered_may_be_differentiated_after(
+    precision: str, budgets: str, tmp_path: Path
+) -> None:
+    """A weight penalty, added to the loss."""
+
+    def penalty(trainer: Trainer) -> torch.Tensor:
+        return sum((param * param.float()).sum() for param in list(trainer.model.parameters())[::2]) * 0.01  # type: ignore[return-value]
+
+    def script(trainer: Trainer) -> list[torch.Tensor]:
+        seen = []
+        for seed in range(3):
+            loss = trainer.model(*models.tokens(seed))
+            if isinstance(trainer, Plain):
+                loss = loss + penalty(trainer)
+            else:
+                with engine_of(trainer).gathered(trainer.model.parameters()):
+                    loss = loss + penalty(trainer)
+            trainer.backward(loss)
+            trainer.step()
+            seen.append(loss.detach())
+        return seen
+
+    case = Parity(GPT, adamw, script, precision)
+    case.check(getattr(case, budgets)(tmp_path))
+
+
+def test_what_is_changed_after_it_was_used_while_gathered_is_an_error(engine: Engine) -> None:
+    param = engine.module.get_parameter("tokens.weight")
+    with engine.gathered(param, modify=True):
+        penalty = (param * param).sum()
+        with torch.no_grad():
+            param.zero_()
+    with pytest.raises(EngineStateError, match="was changed in place"):
+        engine.backward(penalty)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -205,6 +245,54 @@ def test_wrong_shapes_and_foreign_parameters_are_refused_by_name(engine: Engine)
     with engine.gathered([foreign], modify=True):
         foreign.data.fill_(3)
     assert foreign.tolist() == [3, 3]
+
+
+NO_VALUES: dict[str, Callable[[torch.Size], torch.Tensor]] = {
+    "meta": lambda shape: torch.ones(shape, device="meta"),
+    "sparse": lambda shape: torch.ones(shape).to_sparse(),
+    "wrapper": lambda shape: TwoTensor(torch.ones(shape), torch.ones(shape)),
+}
+
+
+@pytest.mark.parametrize("kind", NO_VALUES)
+def test_what_is_no_dense_tensor_of_values_is_refused_and_changes_nothing(engine: Engine, kind: str) -> None:
+    engine.backward(engine(*models.tokens(0)))
+    engine.step()
+    param = engine.module.get_parameter("tokens.weight")
+    before, states = dict(engine.state_dict()), engine.optimizer.state_dict()
+    wrong = NO_VALUES[kind](param.shape)
+    with pytest.raises(ModelError, match=r"parameter tokens\.weight: expected a tensor of shape"):
+        engine.values.set_weight(param, wrong)
+    with pytest.raises(ModelError, match=r"state 'exp_avg' of parameter tokens\.weight: expected"):
+        engine.values.set_state(param, "exp_avg", wrong)
+    with pytest.raises(ModelError, match=r"state 'step' of parameter tokens\.weight: expected"):
+        engine.values.set_state(param, "step", NO_VALUES[kind](torch.Size([])))
+    if kind != "wrapper":  # PyTorch itself copies from it
+        with pytest.raises(ModelError, match=r"load_state_dict\(\) of a GPT: .*tokens\.weight"):
+            engine.load_state_dict({**before, "tokens.weight": wrong})
+    bad = copy.deepcopy(states)
+    next(iter(bad["state"].values()))["exp_avg"] = wrong
+    with pytest.raises(ModelError, match=r"state 'exp_avg' of parameter .*: expected"):
+        engine.optimizer.load_state_dict(bad)
+    assert_same(dict(engine.state_dict()), before, "weights")
+    assert_same(engine.optimizer.state_dict(), states, "states")
+
+
+def test_values_set_under_inference_mode_may_be_trained_with(engine: Engine) -> None:
+    engine.backward(engine(*models.tokens(0)))
+    engine.step()
+    param = engine.module.get_parameter("tokens.weight")
+    with torch.inference_mode():
+        state = engine.optimizer.state_dict()
+        engine.load_state_dict({name: value + 1 for name, value in engine.state_dict().items()})
+        engine.optimizer.load_state_dict(state)
+        engine.values.set_state(param, "step", torch.tensor(7.0))
+        engine.values.set_state(param, "exp_avg", torch.ones(param.shape))
+        read = engine.values.weight(param)
+    read.requires_grad_().sum().backward()
+    engine.backward(engine(*models.tokens(0)))
+    engine.step()
+    assert engine.values.state(param, "step") == 8
 
 
 def test_access_inside_backward_is_refused(engine: Engine) -> None:
@@ -431,10 +519,14 @@ def test_buffers_and_extra_state_are_loaded_and_wrong_states_change_nothing(tmp_
         before = {name: copy.deepcopy(value) for name, value in engine.state_dict().items()}
         wrong = {**source.state_dict(), "linear.weight": torch.ones(3, 3), "other": torch.ones(1)}
         del wrong["norm.bias"]
-        with pytest.raises(ModelError, match=r"missing: norm\.bias; unexpected: other; linear\.weight: expected shape"):
+        with pytest.raises(
+            ModelError, match=r"missing: norm\.bias; unexpected: other; size mismatch for linear\.weight"
+        ):
             engine.load_state_dict(wrong)
         assert_same({**engine.state_dict()}, before, "state")
-        engine.load_state_dict({"linear.bias": torch.ones(4)}, strict=False)
+        missing, unexpected = engine.load_state_dict({"linear.bias": torch.ones(4), "other": 1}, strict=False)
+        assert "linear.weight" in missing
+        assert unexpected == ["other"]
         assert engine.state_dict()["linear.bias"].tolist() == [1, 1, 1, 1]
         engine.load_state_dict(source.state_dict())
         assert model.note == "second"
@@ -456,7 +548,12 @@ def test_a_change_that_fails_half_way_ends_training_and_one_that_cannot_begin_do
     monkeypatch.setattr(TieredStore, "fetch", real)
     engine.backward(engine(*models.tokens(0)))
     engine.step()
-    with pytest.raises(RuntimeError):
-        engine.values.set_weight(param, torch.ones(param.shape, device="meta"))
+
+    def fail_to_change(*args: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(writer, "_change_runs", fail_to_change)
+    with pytest.raises(ZeroDivisionError):
+        engine.values.set_weight(param, torch.ones(param.shape))
     with pytest.raises(EngineStateError, match="failed half-way"):
         engine(*models.tokens(0))

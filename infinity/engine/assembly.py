@@ -18,9 +18,10 @@ from infinity.engine.budget import plan_for, plan_within
 from infinity.engine.clipping import Clipper
 from infinity.engine.gradients import GradientSink
 from infinity.engine.hooks import ModuleHooks
-from infinity.engine.loading import OptimizerLoader
+from infinity.engine.loading import ModelLoader
 from infinity.engine.norms import GradientNorms
 from infinity.engine.optimizer import OffloadedOptimizer
+from infinity.engine.optimizer_loading import OptimizerLoader
 from infinity.engine.precision import precision_of
 from infinity.engine.prefetch import BACKLOG_SHARE, Orders, PrefetchScheduler
 from infinity.engine.refusals import Refusals
@@ -32,8 +33,9 @@ from infinity.engine.steps import OptimizerSteps
 from infinity.engine.stream import StepStream
 from infinity.engine.substep import SubGroupStepper
 from infinity.engine.unit import PARAM
-from infinity.engine.values import Gathered, Values, WeightWriter
+from infinity.engine.values import Gathered, Values
 from infinity.engine.weights import WeightReader, hook_state_dicts
+from infinity.engine.writer import WeightWriter
 from infinity.io.cores import warn_of_excess
 from infinity.io.numa import choose_placement
 from infinity.store.device import AcceleratorDevice, ArenaDevice, Piece
@@ -105,6 +107,10 @@ class Assembly(ABC):
     @abstractmethod
     def _settle(self, what: str) -> None:
         """Have nothing under way, for something that reads or changes state between steps."""
+
+    @abstractmethod
+    def _begin_step(self) -> bool:
+        """Make ready for a step of the optimizer; whether there is to be one, or it is skipped."""
 
     @abstractmethod
     def _step(self) -> None:
@@ -252,9 +258,13 @@ class Assembly(ABC):
             compute=stepper.compute,
             settle=self._settle,
         )
-        self._optimizer_loader = OptimizerLoader(loop, self._store, self._parts, stepper, loader, optimizer)
+        self._model_loader = ModelLoader(self.module, self.values, resources.refusals.permit_loading)
+        self._optimizer_loader = OptimizerLoader(
+            loop, self._store, self._parts, stepper, loader, optimizer, fail=self._steps.fail
+        )
         self.optimizer = OffloadedOptimizer(
             optimizer,
+            self._begin_step,
             self._step,
             self._discard,
             functools.partial(self._reader.read_state, state_of=stepper.state_of),

@@ -76,7 +76,7 @@ class Clipper:
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
-        parameters: Iterable[nn.Parameter] | nn.Parameter | None = None,
+        parameters: Iterable[torch.Tensor] | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Clip, and return the norm before: no dimensions. The arguments are those of PyTorch's function.
 
@@ -86,13 +86,14 @@ class Clipper:
             NonFiniteError: the norm is infinite or NaN and must not be; no gradient has been changed.
             StorageError: gradients could not be read back.
         """
-        max_norm, norm_type = float(max_norm), float(norm_type)
+        max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
         if not max_norm >= 0:
             raise ConfigError(f"max_norm: expected a number from 0 on, got {max_norm}")
+        if math.isnan(norm_type):
+            raise ConfigError(f"norm_type: expected a number, got {norm_type}")
+        params = list(self._model.parameters()) if parameters is None else _parameters(parameters)
         self.check_finite()
         self._norms.ask(norm_type)
-        chosen = self._model.parameters() if parameters is None else parameters
-        params = [chosen] if isinstance(chosen, nn.Parameter) else list(chosen)
         gradients = self._gradients_of(params, norm_type)
         total = total_norm([each.norm for each in gradients], [each.dtype for each in gradients], norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -114,6 +115,8 @@ class Clipper:
         if not self._scaling.must_check():
             return
         waiting = self._sink.waiting()
+        if not waiting:
+            return
         if self._norms.norm_type not in SHOWS_OVERFLOW:
             self._norms.ask(math.inf)
         suspects = self._not_finite(waiting)
@@ -182,6 +185,26 @@ class Clipper:
             f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped{where}; "
             "discard them with zero_grad() and go on, or give error_if_nonfinite=False to step with them as they are"
         )
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: expected a number, got {value!r}") from error
+
+
+def _parameters(given: object) -> list[nn.Parameter]:
+    if isinstance(given, torch.Tensor):
+        given = [given]
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"parameters: expected parameters of the model, got {type(given).__name__}")
+    params = list(given)
+    for each in params:
+        if not isinstance(each, torch.Tensor):
+            hint = "; give model.parameters(), not named_parameters()" if isinstance(each, tuple) else ""
+            raise ConfigError(f"parameters: expected parameters of the model, got a {type(each).__name__}{hint}")
+    return params
 
 
 def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from infinity.engine.assembly import Assembly, check_forward
-from infinity.engine.loading import load_model
 from infinity.engine.weights import StreamingStateDict
 from infinity.errors import EngineStateError, ModelError
 from infinity.trace import TierUsage
@@ -62,8 +61,9 @@ class Engine(Assembly):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
         *,
-        parameters: Iterable[nn.Parameter] | nn.Parameter | None = None,
+        parameters: Iterable[torch.Tensor] | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What ``torch.nn.utils.clip_grad_norm_`` does, to the last bit, with gradients that are away.
 
@@ -71,12 +71,14 @@ class Engine(Assembly):
             max_norm: what the norm is to be at most.
             norm_type: which norm; ``float("inf")`` for the largest value.
             error_if_nonfinite: raise where the norm is infinite or NaN, and change nothing.
+            foreach: taken for PyTorch's sake; nothing follows from it.
             parameters: whose gradients; ``None`` for all of the model's.
 
         Returns:
             The norm before, no dimensions; also in ``grad_norm``.
 
         Raises:
+            ConfigError: an argument is not what it must be.
             EngineStateError: steps begin under backward (``accumulation_steps``), when there is no norm yet.
             NonFiniteError: see ``error_if_nonfinite``.
             StorageError: gradients could not be read back.
@@ -94,21 +96,27 @@ class Engine(Assembly):
     def state_dict(self) -> StreamingStateDict:
         """The model's state by name, at full precision; each tensor is read when it is asked for."""
         self._check_usable()
-        return StreamingStateDict(self.module.state_dict(keep_vars=True), self._reader)
+        return StreamingStateDict(self.module, self._reader)
 
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Give the model other values: parameters at full precision, buffers and extra state, part by part.
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Give the model other values, as ``nn.Module.load_state_dict`` does: modules' own loading and hooks included.
+
+        Parameters get them at full precision, part by part. Gradients and optimizer states stay. Each value is asked
+        for twice: first, all are checked.
 
         Args:
-            state: by the names of ``state_dict()``; gradients and optimizer states stay.
+            state: by the names of ``state_dict()``.
             strict: refuse a state with other names than the model's.
 
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``.
+
         Raises:
-            ModelError: names are missing or unexpected, or a shape is another; nothing has been changed.
+            ModelError: names are missing or unexpected, or a value does not fit; nothing has been changed.
             StorageError: a shard could not be read or written.
         """
         self._settle("load_state_dict")
-        load_model(self.module, state, self.values, strict=strict)
+        return self._model_loader.load(state, strict=strict)
 
     def gathered(
         self, params: Iterable[nn.Parameter] | nn.Parameter, *, modify: bool = False
@@ -230,25 +238,34 @@ class Engine(Assembly):
         self._gradients.discard()
         self._scaling.forget()
 
-    def _step(self) -> None:
+    def _begin_step(self) -> bool:
         self._check_open()
         self._hooks.refuse_inside("step")
         self._hooks.settle()
         self._gathered.check()
         self._steps.check_errors()
         self._steps.check_groups()
-        start = time.perf_counter()
+        self._step_begun = time.perf_counter()
         with self._activity.waiting() as causes:
             self._steps.prepare()
             if self.config.max_grad_norm is not None:
                 self.grad_norm = self._clipper.clip(self.config.max_grad_norm)
             self._clipper.check_finite()
-            if self._scaling.skips:
-                self._gradients.discard()
-            else:
-                self._steps.complete(self._gradients.take())
             causes.append(("optimizer", time.perf_counter()))
+        if self._scaling.skips:
+            self._gradients.discard()
+            self._end_step()
+            return False
+        return True
+
+    def _step(self) -> None:
+        with self._activity.waiting() as causes:
+            self._steps.complete(self._gradients.take())
+            causes.append(("optimizer", time.perf_counter()))
+        self._end_step()
+
+    def _end_step(self) -> None:
         self._resources.loop.call_soon(self._scheduler.end_cycle)
         self._activity.switch("outside")
-        self.last_step = self._account.end_step(start)
+        self.last_step = self._account.end_step(self._step_begun)
         self._scaling.end_step()

@@ -21,6 +21,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     Args:
         user: the user's optimizer.
+        begin: makes ready for a step; whether there is to be one, or it is skipped for good.
         step: steps what has gradients.
         discard: forgets the gradients.
         read_state: a copy of the state of one parameter.
@@ -30,6 +31,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         user: torch.optim.Optimizer,
+        begin: Callable[[], bool],
         step: Callable[[], None],
         discard: Callable[[], None],
         read_state: Callable[[nn.Parameter], dict[str, Any]],
@@ -37,6 +39,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._load_state = load_state
         self._user = user
+        self._begin_step = begin
         self._run_step = step
         self._run_discard = discard
         self._read_state = read_state
@@ -63,7 +66,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         vars(self._user).update(self._replaced)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient, then forget the gradients.
+        """Step every parameter that has a gradient, then forget the gradients. A step that is skipped runs no hooks.
 
         Raises:
             ModelError: a closure was given: it would evaluate the model several times per step.
@@ -74,7 +77,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "optimizer.step(closure) is not supported: call loss.backward() before step(), without a closure"
             )
         self._user._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
+        if self._begin_step():
+            self._step_with_hooks()
+
+    step.hooked = True  # type: ignore[attr-defined]  # else PyTorch would run hooks around it
+
+    def _run(self) -> None:
         self._run_step()
+
+    _step_with_hooks = torch.optim.Optimizer.profile_hook_step(_run)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that have not been stepped.

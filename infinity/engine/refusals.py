@@ -14,9 +14,10 @@ made for each module (``type(module)`` and its name are the user's); patching to
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -57,6 +58,19 @@ class Refusals:
                 module.register_forward_pre_hook(self._before_forward, prepend=True),
                 module.register_state_dict_pre_hook(self._before_state_dict),
             ]
+
+    @contextlib.contextmanager
+    def permit_loading(self) -> Iterator[None]:
+        """A context in which modules load, as the engine has them do."""
+        refusing = {
+            module: module._load_state_dict_pre_hooks.pop(self._handles[module][0].id) for module in self._handles
+        }
+        try:
+            yield
+        finally:
+            for module, hook in refusing.items():
+                key = self._handles[module][0].id
+                module._load_state_dict_pre_hooks[key] = hook
 
     def _shadows_for(self, module: nn.Module) -> dict[str, Callable[..., Any]]:
         """What is looked up on ``module`` itself before its class."""

@@ -73,7 +73,7 @@ class Scaling(ABC):
 
     @abstractmethod
     def note_check(self, all_finite: bool) -> None:
-        """All gradients of this step are there, and are finite or not."""
+        """All gradients of this step are there, one at least, and are finite or not."""
 
     @property
     @abstractmethod
@@ -198,11 +198,11 @@ class LossScaling(Scaling):
         return self._all_finite is False
 
     def end_step(self) -> None:
-        """Halve, double or keep the scale."""
-        all_finite, self._all_finite = self._all_finite is not False, None
+        """Halve, double or keep the scale; keep it where there were no gradients."""
+        all_finite, self._all_finite = self._all_finite, None
         if all_finite:
             self._grow()
-        else:
+        elif all_finite is False:
             self.num_skipped_steps += 1
             self._shrink()
 

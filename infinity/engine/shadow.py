@@ -33,6 +33,9 @@ HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 PATCHED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 """Methods of the user's object that the engine replaces, or an LR scheduler may have replaced."""
 
+GUESSED = ("first", "second")
+"""Names of states of an optimizer that cannot be asked what it has."""
+
 _MANAGED = frozenset({"state", "param_groups", *HOOKS, *PATCHED})
 _CONTAINERS = (list, dict, set, deque)
 _SCALARS = (int, float, bool, str, type(None))
@@ -90,7 +93,7 @@ def _probe(optimizer: torch.optim.Optimizer, group: int, like: nn.Parameter) -> 
             state = shadow.step([(group, param, {})])[param]
             draws = not torch.equal(generator, torch.get_rng_state())
     except Exception:  # whatever the user's class does with it: this is an estimate
-        return ("first", "second"), True
+        return GUESSED, True
     names = tuple(name for name, value in state.items() if is_shard(value, slot))
     return names, draws or shadow.changes_more
 

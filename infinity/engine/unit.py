@@ -322,8 +322,15 @@ class AwayGradient(torch.Tensor):
 
 
 def _change_of_gradient(func: Callable[..., Any]) -> ModelError:
+    name = getattr(func, "__name__", "an operator")
+    if name.startswith("_amp_"):
+        return ModelError(
+            "torch.amp.GradScaler was to take the scale off a gradient that is away; the engine scales the loss "
+            "itself: set precision='fp16' in Config, call engine.backward(loss) and engine.step(), and leave the "
+            "GradScaler out"
+        )
     return ModelError(
-        f"{getattr(func, '__name__', 'an operator')}() was to change a gradient in place that is away: gradients leave "
+        f"{name}() was to change a gradient in place that is away: gradients leave "
         "param.grad as soon as backward has made them, so that torch.nn.utils.clip_grad_norm_, clip_grad_value_ and "
         "loops over param.grad find none; clip their norm with engine.clip_grad_norm_() or max_grad_norm in Config, "
         "discard them with zero_grad(set_to_none=True), change or clip each in param.register_hook(), where it is"

@@ -4,9 +4,6 @@ What is changed is what is stepped: a weight at full precision, of which the par
 rounding. ``gathered`` goes the other way: parameters hold real values in the dtype that computes for a while, and where
 an element was changed, the weight becomes that value; elsewhere it keeps all its bits.
 
-A change goes the way of an optimizer step: the part's weights are pinned, read, changed and written run by run, and the
-unit's gathered copy is dropped. So it needs no more host memory than a step.
-
 Belongs to the training thread. Everything waits for the step that is under way.
 """
 
@@ -20,96 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.engine.formats import Compute, FormatOf, OpenWeights, Run
+from infinity.engine.formats import Compute
 from infinity.engine.gradients import GradientSink
+from infinity.engine.incoming import check_tensor
+from infinity.engine.saved import SavedTensors
 from infinity.engine.states import StateFormatOf
 from infinity.engine.substep import PartState
 from infinity.engine.unit import Part, Slot, Unit, state_kind
 from infinity.engine.weights import PartShelf, WeightReader
+from infinity.engine.writer import Change, WeightWriter, copy_of
 from infinity.errors import EngineStateError, ModelError
-from infinity.store.device import DeviceTier
 from infinity.store.loop import LoopThread
 from infinity.store.store import TieredStore
 
 _OWNER = "values"
-
-Change = Callable[[torch.Tensor], None]
-"""Changes one weight in place: the slot's shape, the dtype that is stepped."""
-
-
-class WeightWriter:
-    """Changes weights of parts, wherever they are.
-
-    Args:
-        loop: the loop thread.
-        store: the shards.
-        device: told which gathered units have become stale.
-        units: all units.
-        format_of: how the weights of each part are stored.
-        compute: runs arithmetic off the loop.
-        fail: told what a change has failed with half-way, when the state is whole no more.
-    """
-
-    def __init__(
-        self,
-        loop: LoopThread,
-        store: TieredStore,
-        device: DeviceTier,
-        units: Sequence[Unit],
-        *,
-        format_of: FormatOf,
-        compute: Compute,
-        fail: Callable[[BaseException], None],
-    ) -> None:
-        self._loop = loop
-        self._store = store
-        self._fail = fail
-        self._device = device
-        self._units = units
-        self._format_of = format_of
-        self._compute = compute
-
-    def change(self, part: Part, changes: Mapping[int, Change]) -> None:
-        """Change weights of a part, by slot.
-
-        Raises:
-            StorageError: a shard could not be read or written.
-        """
-        self._loop.run(self._change(part, changes))
-        self._units[part.unit].version += 1
-
-    async def _change(self, part: Part, changes: Mapping[int, Change]) -> None:
-        weights = self._format_of(part).open(self._store, part, _OWNER)
-        pinned = changed = False
-        try:
-            await weights.pin()
-            pinned = True
-            runs = iter(weights.runs)
-            while (misfit := await self._compute(lambda: _change_runs(part, weights, runs, changes))) is not None:
-                await weights.widen(self._compute)
-                await self._compute(functools.partial(weights.write, *misfit))
-            changed = True
-        except BaseException as error:
-            if pinned:
-                self._fail(error)
-            raise
-        finally:
-            await weights.release(changed=changed)
-            await self._device.invalidate(part.unit)  # last: the unit may have been gathered ahead meanwhile
-
-
-def _change_runs(
-    part: Part, weights: OpenWeights, runs: Iterator[Run], changes: Mapping[int, Change]
-) -> tuple[Run, torch.Tensor] | None:
-    """Change run after run; one whose weights do not fit as they are stored is returned."""
-    for run in runs:
-        flat = weights.read(run)
-        for position in run.positions:
-            if position in changes:
-                changes[position](run.view(part.slots[position], flat))
-        if not weights.write(run, flat):
-            return run, flat
-    return None
 
 
 class Gathered:
@@ -126,8 +47,8 @@ class Gathered:
         """
         if self.names:
             raise EngineStateError(
-                f"inside engine.gathered(), where parameter {min(self.names)} holds its value: forward, backward, step "
-                "and other reads come after the with-block"
+                f"inside engine.gathered(), where parameter {min(self.names)} holds its value: forward, step and "
+                "other reads and changes through the engine come after the with-block"
             )
 
 
@@ -202,30 +123,43 @@ class Values:
             StorageError: a shard could not be read or written.
         """
         part, position = self._begin(param, "set_weight")
-        _check_shape(part.slots[position], value)
-        self._writer.change(part, {position: functools.partial(_copy, value)})
+        slot = part.slots[position]
+        self._writer.change([(part, position, copy_of(check_tensor(f"parameter {slot.name}", value, slot.shape)))])
 
     def load(self, values: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Change many weights at full precision, part by part. All shapes are checked first.
+        """Change many weights at full precision, part by part.
+
+        Args:
+            values: plain tensors of the right shapes.
 
         Raises:
             EngineStateError: it is no time to write.
-            ModelError: a parameter is not the model's, or a value has another shape.
             StorageError: a shard could not be read or written.
         """
         self._settle("load_state_dict")
-        changes: list[tuple[Part, int, Change]] = []
-        for param, value in values.items():
-            part, position = self._place(param)
-            _check_shape(part.slots[position], value)
-            changes.append((part, position, functools.partial(_copy, value)))
-        self._change(changes)
+        self._writer.change([(*self._place(param), copy_of(value)) for param, value in values.items()])
+
+    def empty(self, param: nn.Parameter) -> torch.Tensor:
+        """Memory for a weight at full precision, on the CPU."""
+        part, position = self._place(param)
+        slot = part.slots[position]
+        return torch.empty_strided(slot.shape, slot.stride, dtype=part.step_dtype)
+
+    def part_of(self, param: nn.Parameter) -> Part:
+        """The part that holds a weight."""
+        return self._place(param)[0]
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """The parameter's name in the model."""
+        part, position = self._place(param)
+        return part.slots[position].name
 
     def grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of the gradient as the step would take it, on the CPU; ``None`` if there is none.
 
         It is in the dtype that is stepped, summed over backwards, without the loss scale, clipped if it was. To set
-        one, assign to ``param.grad``.
+        one, assign to ``param.grad`` (with ``fp16``: times ``engine.loss_scale``). That of a parameter which the
+        optimizer does not hold is what stands on ``param.grad``, as backward left it.
 
         Raises:
             EngineStateError: it is no time to read.
@@ -277,16 +211,11 @@ class Values:
             if name not in small:
                 names = [*small, *(each for each, (_, those) in state.shards.items() if position in those)]
                 raise _unknown_state(slot, name, names)
-            known = small[name]
-            if isinstance(known, torch.Tensor):
-                _check_shape(slot, value, known.shape)
-                value = value.to(known, copy=True)
-            small[name] = value
+            small[name] = _like(f"optimizer state {name!r} of parameter {slot.name}", small[name], value)
             return
         assert dtype is not None
-        _check_shape(slot, value)
         states = self._state_format_of(part, dtype)
-        value = value.to("cpu", dtype)
+        value = check_tensor(f"optimizer state {name!r} of parameter {slot.name}", value, slot.shape).to("cpu", dtype)
 
         async def write() -> None:
             key = part.key(state_kind(name))
@@ -304,6 +233,9 @@ class Values:
         chosen = list(dict.fromkeys([params] if isinstance(params, nn.Parameter) else params))
         self._settle("gathered")
         places = {param: self._places[param] for param in chosen if param in self._places}
+        saved = SavedTensors(
+            _hold_nothing
+        )  # what is computed here may be differentiated when the values are away again
         try:
             for param, (part, position) in places.items():
                 slot = part.slots[position]
@@ -311,7 +243,11 @@ class Values:
                 param.data = self._reader.read(param, full=False).to(self._units[part.unit].device)
                 assert param.stride() == slot.stride
             before = {param: (param._version, param.data_ptr()) for param in places}
-            yield
+            saved.push()
+            try:
+                yield
+            finally:
+                saved.pop()
             found = {param: param.data for param in places}
             after = {param: (param._version, param.data_ptr()) for param in places}
         finally:
@@ -334,19 +270,10 @@ class Values:
         """Take over what parameters were changed to while they were gathered."""
         changes: list[tuple[Part, int, Change]] = []
         for param, (part, position) in places.items():
-            value = found[param]
-            _check_shape(part.slots[position], value)
-            value = value.to("cpu", part.compute_dtype)
+            slot = part.slots[position]
+            value = check_tensor(f"parameter {slot.name}", found[param], slot.shape).to("cpu", part.compute_dtype)
             changes.append((part, position, functools.partial(_copy_changed, value)))
-        self._change(changes)
-
-    def _change(self, changes: Iterable[tuple[Part, int, Change]]) -> None:
-        """Change weights, those of a part together."""
-        by_part: dict[int, tuple[Part, dict[int, Change]]] = {}
-        for part, position, change in changes:
-            by_part.setdefault(part.index, (part, {}))[1][position] = change
-        for part, of_part in by_part.values():
-            self._writer.change(part, of_part)
+        self._writer.change(changes)
 
     def _begin(self, param: nn.Parameter, what: str) -> tuple[Part, int]:
         place = self._place(param)
@@ -367,12 +294,12 @@ class Values:
         return part.slots[position]
 
 
+def _hold_nothing(unit: Unit, reads: bool) -> None:
+    raise AssertionError("no unit is gathered")
+
+
 def _clone(slot: Slot, dtype: torch.dtype, shard: torch.Tensor) -> torch.Tensor:
     return slot.view(shard.view(dtype)).clone()
-
-
-def _copy(value: torch.Tensor, weight: torch.Tensor) -> None:
-    weight.copy_(value.detach())
 
 
 def _copy_changed(value: torch.Tensor, weight: torch.Tensor) -> None:
@@ -384,11 +311,14 @@ def _copy_changed(value: torch.Tensor, weight: torch.Tensor) -> None:
     weight.copy_(torch.where(differs, value.to(weight.dtype), weight))
 
 
-def _check_shape(slot: Slot, value: object, shape: torch.Size | None = None) -> None:
-    expected = slot.shape if shape is None else shape
-    if not isinstance(value, torch.Tensor) or value.shape != expected:
-        got = f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ModelError(f"parameter {slot.name}: expected a tensor of shape {tuple(expected)}, got {got}")
+def _like(what: str, known: Any, value: Any) -> Any:
+    """A new value for a state that stays in memory."""
+    if isinstance(known, torch.Tensor):
+        with torch.inference_mode(False):
+            return check_tensor(what, value, known.shape).detach().to(known, copy=True)
+    if isinstance(value, torch.Tensor):
+        raise ModelError(f"{what}: expected what the optimizer keeps there, a {type(known).__name__}, got a tensor")
+    return value
 
 
 def _unknown_state(slot: Slot, name: str, names: Iterable[str]) -> ModelError:

@@ -8,17 +8,22 @@ for, at full precision (master weights where there are any); iterating over its 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from infinity.engine.filled import filled
 from infinity.engine.formats import FormatOf
 from infinity.engine.states import StateFormatOf, exact_states
 from infinity.engine.substep import PartState
 from infinity.engine.unit import PARAM, Part, Slot, state_kind
+from infinity.errors import ModelError
 from infinity.store.loop import LoopThread
 from infinity.store.pool import Lease
 from infinity.store.store import TieredStore
@@ -138,23 +143,64 @@ class PartShelf:
 
         fetched = self._loop.submit(self._store.fetch(key, owner=_OWNER))
         try:
-            return take(self._loop.wait(fetched).tensor)
+            shard = self._loop.wait(fetched).tensor
+            with torch.inference_mode(False):  # what is taken may be used in training
+                return take(shard)
         finally:
             fetched.add_done_callback(release)  # also when the wait was interrupted
+
+
+@dataclass(frozen=True, slots=True)
+class _Derived:
+    """An entry that code of the user's computes from parameters of a module; ``prefix``: of its names."""
+
+    module: nn.Module
+    prefix: str
 
 
 class StreamingStateDict(Mapping[str, Any]):
     """A model's state by name, each value read when it is asked for.
 
-    Parameters come as copies on the CPU at full precision, buffers as they are. ``dict(state)`` holds everything.
+    Parameters come as copies on the CPU at full precision, buffers as they are. What state-dict hooks and modules' own
+    saving compute from parameters is computed when it is asked for, by the whole module whose code does it.
+    ``dict(state)`` holds everything.
+
+    Args:
+        module: the model.
+        reader: reads its parameters.
+
+    Raises:
+        ModelError: code of the user's that makes state dicts looks at values; when made.
     """
 
-    def __init__(self, entries: Mapping[str, Any], reader: WeightReader) -> None:
-        self._entries = dict(entries)
+    def __init__(self, module: nn.Module, reader: WeightReader) -> None:
         self._reader = reader
+        self._computed: tuple[_Derived, Mapping[str, Any]] | None = None
+        try:
+            with filled(module.modules(), self._shape_of) as made:
+                entries = module.state_dict(keep_vars=True)
+        except (RuntimeError, NotImplementedError) as error:  # what PyTorch raises for meta tensors
+            raise ModelError(
+                f"engine.state_dict() of a {type(module).__name__}: a state-dict hook, _save_to_state_dict or "
+                "get_extra_state needs the values of parameters to tell which names there are; take "
+                f"module.state_dict(), which holds them all: {error}"
+            ) from error
+        originals = {id(like): param for param, like in made.items()}
+        self._metadata = getattr(entries, "_metadata", None)
+        self._entries = {
+            name: originals[id(value)]
+            if id(value) in originals
+            else _derived(module, name)
+            if _is_meta(value)
+            else value
+            for name, value in entries.items()
+        }
 
     def __getitem__(self, name: str) -> Any:
         value = self._entries[name]
+        if isinstance(value, _Derived):
+            return self._compute(value)[name]
+        self._computed = None
         if isinstance(value, nn.Parameter) and value in self._reader:
             return self._reader.read(value, full=True)
         return value.detach() if isinstance(value, torch.Tensor) else value
@@ -165,15 +211,74 @@ class StreamingStateDict(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def _shape_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return torch.empty_like(param, device="meta") if param in self._reader else None
+
+    def _compute(self, derived: _Derived) -> Mapping[str, Any]:
+        """All entries of the module, computed from values; kept until something else is asked for."""
+        if self._computed is None or self._computed[0] != derived:
+            self._computed = None
+
+            def read(param: nn.Parameter) -> torch.Tensor | None:
+                return self._reader.read(param, full=True) if param in self._reader else None
+
+            with filled(derived.module.modules(), read):
+                entries = derived.module.state_dict(prefix=derived.prefix, keep_vars=True)
+            detached = {key: each.detach() if isinstance(each, torch.Tensor) else each for key, each in entries.items()}
+            self._computed = derived, detached
+        return self._computed[1]
+
+
+def _is_meta(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(value))
+
+
+def _derived(model: nn.Module, name: str) -> _Derived:
+    """The outermost module whose code may have made the entry: what lies inside it takes part."""
+    found = model
+    path = ""
+    for step in name.split(".")[:-1]:
+        if _makes_entries(found) or step not in found._modules:
+            break
+        found, path = found.get_submodule(step), f"{path}{step}."
+    return _Derived(found, path)
+
+
+def _makes_entries(module: nn.Module) -> bool:
+    kind = type(module)
+    own = any(
+        getattr(kind, method) is not getattr(nn.Module, method)
+        for method in ("state_dict", "_save_to_state_dict", "get_extra_state")
+    )
+    return own or bool(module._state_dict_hooks)
+
+
+class _Saving:
+    """Has a module put true values into state dicts, in the precision that computes, before any hook sees them."""
+
+    def __init__(self, module: nn.Module, reader: WeightReader) -> None:
+        self._module = module
+        self._own = vars(module).get("_save_to_state_dict")
+        save = module._save_to_state_dict
+
+        def read(param: nn.Parameter) -> torch.Tensor | None:
+            return reader.read(param, full=False) if param in reader else None
+
+        def save_values(destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            # With keep_vars=True the parameter itself is asked for.
+            with contextlib.nullcontext() if keep_vars else filled([module], read):
+                save(destination, prefix, keep_vars)
+
+        vars(module)["_save_to_state_dict"] = save_values
+
+    def remove(self) -> None:
+        """Have it save as before."""
+        del vars(self._module)["_save_to_state_dict"]
+        if self._own is not None:
+            vars(self._module)["_save_to_state_dict"] = self._own
+
 
 def hook_state_dicts(model: nn.Module, reader: WeightReader) -> list[Any]:
     """Make ``state_dict()`` of the model and of each of its modules give true values; returns the hooks' handles."""
-
-    def fill_in(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-        for name, param in module._parameters.items():
-            # With keep_vars=True the parameter itself is asked for, and stands there.
-            if param is not None and param in reader and state.get(prefix + name) is not param:
-                state[prefix + name] = reader.read(param, full=False)
-
     owners = [m for m in model.modules() if any(param is not None for param in m._parameters.values())]
-    return [module.register_state_dict_post_hook(fill_in) for module in owners]
+    return [_Saving(module, reader) for module in owners]
