@@ -75,7 +75,7 @@ class Orders:
     ) -> None:
         self._units = units
         self._parts = parts
-        self._step_keys = step_keys
+        self._step_keys = {part.index: step_keys(part) for part in parts if part.stepped}
         self._part_of = {(part.unit, part.position): part.index for part in parts}
         self.training = AccessOrder(self._keys_of)
         self.evaluation = AccessOrder(self._keys_of)
@@ -122,7 +122,7 @@ class Orders:
 
     def step_keys(self, part: int) -> list[ShardKey]:
         """The shards that a step of a sub-group reads."""
-        return self._step_keys(self._parts[part])
+        return self._step_keys[part]
 
 
 class PrefetchScheduler:
@@ -171,6 +171,7 @@ class PrefetchScheduler:
         self._ahead_bytes = ahead_bytes
         self._backlog_bytes = backlog_bytes
         self._asked = False
+        self._complete_at: int | None = None  # evictions when all that steps need was last found resident
 
     # The training thread
 
@@ -306,6 +307,9 @@ class PrefetchScheduler:
         return any(part.stepped and steps.distance(part.index) < half_lap for part in self._units[unit].parts)
 
     def _look_along_steps(self) -> None:
+        num_evictions = self._store.host.residency.statistics.num_evictions
+        if self._complete_at == num_evictions:  # what comes is resident from the start
+            return
         num_bytes = 0
         for part in self._next_steps():
             keys = [key for key in self._orders.step_keys(part) if key in self._store]
@@ -313,6 +317,7 @@ class PrefetchScheduler:
             if not all(self._store.prefetch(key, displace=displace) for key in keys):
                 return
             num_bytes += sum(self._store.num_bytes(key) for key in keys)
+        self._complete_at = self._store.host.residency.statistics.num_evictions
 
     def _next_steps(self) -> Iterable[int]:
         """Sub-groups in the order in which they will be stepped: those on the way, then as in the last cycle."""
