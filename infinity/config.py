@@ -124,6 +124,11 @@ class Config(BaseModel):
     computed and stepped so: ``("*norm*", "blocks.*.router.*")``, ``*`` for any characters. Their modules get inputs as
     they come, so a module that wants them in fp32 casts them."""
 
+    accumulation_dtype: Literal["fp32", "same"] = "fp32"
+    """With ``bf16`` and ``fp16``: what gradients of several backwards are summed in. ``"fp32"``: exactly what each
+    backward made, summed in fp32. ``"same"``: in the gradients' own dtype, as PyTorch does on ``param.grad``; half the
+    bytes, and small gradients are lost in large sums."""
+
     loss_scale: Literal["dynamic"] | Scale = "dynamic"
     """With ``fp16``: what the loss is multiplied by. ``"dynamic"``: it is halved when a gradient overflows, and that
     step is skipped; a number stays as it is."""

@@ -84,7 +84,9 @@ class Plain:
         precision: str,
         scaler: dict[str, Any] | None = None,
         keep_fp32: tuple[str, ...] = (),
+        accumulation_dtype: str = "fp32",
     ) -> None:
+        self._sums_alike = accumulation_dtype == "same"
         self.model = model
         self.optimizer = optimizer
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
@@ -108,6 +110,10 @@ class Plain:
 
     def backward(self, loss: torch.Tensor) -> None:
         self.scaler.scale(loss).backward()
+        if not self._sums_alike:
+            self._take_gradients()
+
+    def _take_gradients(self) -> None:
         for param, master in self.masters.items():
             if param.grad is not None:
                 if master.grad is None:
@@ -123,6 +129,7 @@ class Plain:
         return torch.nn.utils.clip_grad_norm_(stepped, max_norm, norm_type)
 
     def _unscale(self) -> None:
+        self._take_gradients()
         if self.scaler.is_enabled() and not self._is_unscaled:
             self.scaler.unscale_(self.optimizer)
             self._is_unscaled = True
@@ -211,10 +218,12 @@ class Parity:
     precision: str = "fp32"
     scaler: dict[str, Any] | None = None
     keep_fp32: tuple[str, ...] = ()
+    accumulation_dtype: str = "fp32"
     expected: Outcome = field(init=False)
 
     def __post_init__(self) -> None:
-        plain = Plain(*build(self.make_model, self.make_optimizer), self.precision, self.scaler, self.keep_fp32)
+        made = build(self.make_model, self.make_optimizer)
+        plain = Plain(*made, self.precision, self.scaler, self.keep_fp32, self.accumulation_dtype)
         self.expected = plain.outcome(self.script(plain))
 
     def check(self, config: Config, make_trainer: type[Tiered] = Tiered) -> infinity.Engine:
@@ -256,7 +265,8 @@ class Parity:
     @property
     def _numbers(self) -> dict[str, Any]:
         """The fields of the configuration that change numbers."""
-        return {"precision": self.precision, "keep_fp32": self.keep_fp32}
+        names = ("precision", "keep_fp32", "accumulation_dtype")
+        return {name: getattr(self, name) for name in names}
 
     def _fitting(self, **fields: Any) -> Config:
         """Budgets for whole blocks: the largest with all around it, and its step."""

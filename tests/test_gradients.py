@@ -100,12 +100,6 @@ def gradient_of(model: nn.Module) -> torch.Tensor:
     return gradient
 
 
-def unscale(model: nn.Module) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.zeros(1))
-    scaler.unscale_(torch.optim.SGD(model.parameters()))
-
-
 CLIPPING: dict[str, Callable[[nn.Module], object]] = {
     "norm": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01),
     "norm foreach": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=True),
@@ -121,7 +115,6 @@ CLIPPING: dict[str, Callable[[nn.Module], object]] = {
     "one element": lambda model: gradient_of(model).data[0, 0].mul_(0.5),
     "several": lambda model: torch._foreach_zero_([gradient_of(model).data]),
     "new data": lambda model: setattr(gradient_of(model), "data", torch.zeros(16, 8)),
-    "loss scaler": unscale,
 }
 
 

@@ -163,7 +163,7 @@ def lay_out(
     stepped = {param for name, param in model.named_parameters() if name not in frozen}
     plans = plan_units(model, "auto", max_unit_bytes=64 * MIB)
     states = dict.fromkeys(stepped, ("exp_avg", "exp_avg_sq"))
-    dtypes = precision_of(precision)
+    dtypes = precision_of(Config(device="cpu", precision=precision))
     return lay_out_units(plans, stepped, dtypes, CPU, states=states, sub_group_bytes=sub_group_bytes)
 
 

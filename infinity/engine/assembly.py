@@ -64,7 +64,7 @@ class Assembly(ABC):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
         check_model(model, optimizer)
-        precision_of(config.precision, config.keep_fp32).check(model)
+        precision_of(config).check(model)
         warn_of_excess()
         device = config.torch_device()
         self.module = model

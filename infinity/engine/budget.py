@@ -74,8 +74,8 @@ class Plan:
         if not part.stepped:
             return {}
         sizes = {GRAD: part.param_bytes}
-        if part.step_dtype != part.compute_dtype:
-            sizes[GRAD_SUM] = part.num_bytes(part.step_dtype)
+        if part.sum_dtype != part.compute_dtype:
+            sizes[GRAD_SUM] = part.num_bytes(part.sum_dtype)
         state_bytes = self.state_format_of(part, part.step_dtype).num_bytes(part)
         return sizes | {state_kind(name): state_bytes for name in part.state_names}
 
@@ -213,7 +213,7 @@ def plan_for(
     Raises:
         ConfigError: ``config.units`` names a class of which the model has no module.
     """
-    precision = precision_of(config.precision, config.keep_fp32)
+    precision = precision_of(config)
     units = lay_out_units(
         plan_units(model, config.units, max_unit_bytes=max(config.hbm // 2, 1)),
         stepped,

@@ -34,12 +34,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from infinity.engine.norms import GradientNorms
+from infinity.engine.placeholders import Placeholders, refuse_away
 from infinity.engine.prefetch import TRAINING, PrefetchScheduler
 from infinity.engine.scaling import Scaling
-from infinity.engine.unit import GRAD, GRAD_SUM, AwayGradient, Part, PartGradients, Slot, StandIn, Unit
+from infinity.engine.unit import GRAD, GRAD_SUM, Part, PartGradients, Slot, Unit
 from infinity.errors import BudgetError, EngineStateError, ModelError
 from infinity.io.memory import HEAP
 from infinity.store.loop import LoopThread
@@ -53,7 +53,7 @@ class _Gradients:
     """The gradients of one part since the last step.
 
     Attributes:
-        kind: ``GRAD`` in the compute dtype, ``GRAD_SUM`` in the step dtype.
+        kind: ``GRAD`` in the compute dtype, ``GRAD_SUM`` in that of sums.
         arrived: for each slot that has a gradient, the backward that brought the latest.
         backward: the backward that began the shard of this kind.
         flat: the pinned shard while it is open for writing.
@@ -105,7 +105,7 @@ class GradientSink:
         self._scaling = scaling
         self._gradients: dict[int, _Gradients] = {}
         self._open_parts: dict[int, Part] = {}
-        self._placeholders: dict[nn.Parameter, StandIn] = {}
+        self._placeholders = Placeholders()
         self._backward = 1
         self._num_backwards = num_backwards
         self._num_done = 0  # since the last step
@@ -124,7 +124,7 @@ class GradientSink:
             if gradients is None or gradients.begun or gradients.flat is not None:
                 continue
             positions = {i for i, slot in enumerate(part.slots) if slot.param.requires_grad}
-            are_kept = all(self._is_kept(part.slots[position]) for position in gradients.arrived)
+            are_kept = all(self._placeholders.is_on(part.slots[position]) for position in gradients.arrived)
             if are_kept and all(gradients.arrived.get(i) == self._backward for i in positions):
                 gradients.begun = True
                 taken.append(PartGradients(part, gradients.kind, frozenset(gradients.arrived)))
@@ -138,8 +138,8 @@ class GradientSink:
     def _expect(self, part: Part, position: int) -> None:
         slot = part.slots[position]
         self._refuse_more(part, slot)
-        self._refuse_change(slot)
-        if self._is_kept(slot):
+        self._placeholders.refuse_change(slot)
+        if self._placeholders.is_on(slot):
             slot.param.grad = None
         elif (gradients := self._gradients.get(part.index)) is not None:
             gradients.arrived.pop(position, None)
@@ -171,19 +171,24 @@ class GradientSink:
         elif before == self._backward and gradients.kind == GRAD_SUM:
             raise ModelError(
                 f"parameter {slot.name}: got two gradients in one backward, which would be added in "
-                f"{part.step_dtype} where PyTorch adds them in {part.compute_dtype}; "
-                "use torch.utils.checkpoint with use_reentrant=False"
+                f"{part.sum_dtype} where PyTorch adds them in {part.compute_dtype}; use torch.utils.checkpoint with "
+                "use_reentrant=False, or accumulation_dtype='same'"
             )
         else:
+            if scales and view.dtype != part.step_dtype:
+                raise EngineStateError(
+                    f"parameter {slot.name}: got another gradient after clipping, when sums are in {view.dtype} "
+                    "(accumulation_dtype='same') and clipping is in fp32; clip after the last backward"
+                )
             for scale in scales:
                 view.mul_(scale)
             view.add_(gradient.to(view.device))
         self._norms.note(part, position, gradient if before is None else view, num_backwards=self._num_done + 1)
         gradients.arrived[position] = self._backward
         self._num_arrived += 1
-        if slot.param not in self._placeholders and gradient.device.type == "cpu":
+        if slot not in self._placeholders and gradient.device.type == "cpu":
             HEAP.use(gradient.nbytes)
-        slot.param.grad = self._placeholder(part, slot)
+        self._placeholders.put(part, slot)
         gradients.pending.discard(position)
         if not gradients.pending:
             self._close(part, gradients)
@@ -203,7 +208,7 @@ class GradientSink:
     def clear_placeholders(self) -> None:
         """Take the placeholders off the parameters; what the user has put there stays."""
         for slot in (slot for part in self._parts for slot in part.slots):
-            if self._is_kept(slot):
+            if self._placeholders.is_on(slot):
                 slot.param.grad = None
 
     def discard(self) -> None:
@@ -258,7 +263,7 @@ class GradientSink:
         self._norms.end_step()
         for index, each in gradients.items():
             for slot in (self._parts[index].slots[position] for position in each.arrived):
-                if self._is_kept(slot):
+                if self._placeholders.is_on(slot):
                     slot.param.grad = None
         handed_over = {each.part.index for each in taken}
         others = [(i, each) for i, each in gradients.items() if not each.begun and i not in handed_over]
@@ -271,7 +276,7 @@ class GradientSink:
         waiting, inverses = [], self._scaling.inverses
         for index, each in sorted(self._gradients.items()):
             part = self._parts[index]
-            kept = frozenset(position for position in each.arrived if self._is_kept(part.slots[position]))
+            kept = frozenset(position for position in each.arrived if self._placeholders.is_on(part.slots[position]))
             if kept and not each.begun:
                 scales = {i: (*inverses, *each.scales.get(i, ())) for i in kept}
                 waiting.append(PartGradients(part, each.kind, kept, scales))
@@ -283,8 +288,8 @@ class GradientSink:
         for part in self._parts:
             for position, slot in enumerate(part.slots if part.stepped else ()):
                 gradient = slot.param.grad
-                if gradient is not None and not self._is_kept(slot):
-                    self._refuse_away(slot, gradient)
+                if gradient is not None and not self._placeholders.is_on(slot):
+                    refuse_away(slot, gradient)
                     self._expect(part, position)
                     self.arrive(part, position, gradient)
         self._num_arrived = num_arrived
@@ -294,8 +299,8 @@ class GradientSink:
         for index, gradients in self._gradients.items():
             for position in sorted(gradients.arrived):
                 slot = self._parts[index].slots[position]
-                self._refuse_change(slot)
-                if gradients.begun and not self._is_kept(slot):
+                self._placeholders.refuse_change(slot)
+                if gradients.begun and not self._placeholders.is_on(slot):
                     raise EngineStateError(
                         f"parameter {slot.name}: its gradient was discarded or replaced between backward and step(), "
                         "when its step had begun under backward; do so before the last backward, or leave "
@@ -313,35 +318,6 @@ class GradientSink:
                 "set accumulation_steps to the number of backwards in a step, or leave it unset"
             )
 
-    def _refuse_change(self, slot: Slot) -> None:
-        if self._is_kept(slot) and not self._is_intact(slot):
-            raise ModelError(
-                f"parameter {slot.name}: its gradient was changed in place after backward, while it was away; "
-                "discard gradients with zero_grad(set_to_none=True), or set param.grad to a new tensor"
-            )
-
-    @staticmethod
-    def _refuse_away(slot: Slot, gradient: torch.Tensor) -> None:
-        """What is computed from a placeholder is NaN throughout: the user's code has scaled what is not there."""
-        if gradient.layout is torch.strided and gradient.numel() and bool(gradient.isnan().all()):
-            raise ModelError(
-                f"parameter {slot.name}: its gradient was set to NaN throughout, which is what reading a gradient "
-                "that is away gives; change gradients in a hook (param.register_hook), where their values are"
-            )
-
-    def _is_kept(self, slot: Slot) -> bool:
-        known = self._placeholders.get(slot.param)
-        return known is not None and slot.param.grad is known.tensor
-
-    def _is_intact(self, slot: Slot) -> bool:
-        known = self._placeholders.get(slot.param)
-        return known is not None and known.tensor._version == 0 and known.is_in(known.tensor)
-
-    def _placeholder(self, part: Part, slot: Slot) -> torch.Tensor:
-        if not self._is_intact(slot):
-            self._placeholders[slot.param] = StandIn(slot.shape, part.compute_dtype, slot.param.device, AwayGradient)
-        return self._placeholders[slot.param].tensor
-
     def _open(self, part: Part, gradients: _Gradients) -> None:
         self._loop.call_soon(self._scheduler.touch, Use.GRADIENT, part.index)
         try:
@@ -357,8 +333,8 @@ class GradientSink:
         if not gradients.exists:
             return self._put(part, GRAD, part.compute_dtype)
         if gradients.kind == GRAD_SUM:
-            return self._fetch(part, GRAD_SUM, part.step_dtype)
-        if part.step_dtype != part.compute_dtype and gradients.backward != self._backward:
+            return self._fetch(part, GRAD_SUM, part.sum_dtype)
+        if part.sum_dtype != part.compute_dtype and gradients.backward != self._backward:
             return self._promote(part, gradients)
         return self._fetch(part, GRAD, part.compute_dtype)
 
@@ -372,7 +348,7 @@ class GradientSink:
     def _promote(self, part: Part, gradients: _Gradients) -> torch.Tensor:
         narrow = self._fetch(part, GRAD, part.compute_dtype)
         try:
-            wide = self._put(part, GRAD_SUM, part.step_dtype)
+            wide = self._put(part, GRAD_SUM, part.sum_dtype)
         except BudgetError:
             self._loop.call_soon(self._release, part, GRAD)
             raise

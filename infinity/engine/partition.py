@@ -71,7 +71,8 @@ def _cut(
             is_stepped,
         )
         if not alike or size > room:
-            parts.append(Part(0, 0, 0, param.dtype, compute, step, is_stepped, []))
+            sums = precision.sum_dtype(param.dtype, name)
+            parts.append(Part(0, 0, 0, param.dtype, compute, step, sums, is_stepped, []))
             room = limit_bytes
         parts[-1].state_names |= dict.fromkeys(names)
         parts[-1].slots.append(Slot(name, param, param.shape, _dense_stride(param), 0))

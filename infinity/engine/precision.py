@@ -3,7 +3,8 @@
 ``fp32``: parameters keep the dtype the model gave them and the optimizer steps them as they are.
 ``bf16``: parameters, buffers and floating-point inputs are bf16; the optimizer steps fp32 master weights, which are the
     original values, and the new parameters are their rounding. A gradient arrives in bf16, as autograd made it; a step
-    of one backward steps its exact fp32 image, and several backwards are summed in fp32, in order of arrival.
+    of one backward steps its exact fp32 image, and several backwards are summed in fp32 (or, if so asked, in bf16), in
+    order of arrival.
 ``fp16``: the same with fp16; the loss is scaled (``scaling.py``).
 """
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from infinity.config import Config
 from infinity.config import Precision as PrecisionName
 from infinity.errors import ConfigError
 
@@ -29,11 +31,13 @@ class Precision:
     Attributes:
         compute: the dtype of floating-point parameters, buffers and inputs; ``None`` leaves them as they are.
         step: the dtype in which the optimizer steps them; ``None`` leaves them as they are.
+        sums: the dtype in which gradients of several backwards are summed; ``None``: that of the gradients.
         keep: patterns of names of parameters and buffers that are left as they are all the same.
     """
 
     compute: torch.dtype | None = None
     step: torch.dtype | None = None
+    sums: torch.dtype | None = None
     keep: tuple[str, ...] = ()
 
     @property
@@ -46,8 +50,12 @@ class Precision:
         return self.compute if self.compute is not None and self._changes(dtype, name) else dtype
 
     def step_dtype(self, dtype: torch.dtype, name: str) -> torch.dtype:
-        """The dtype in which the optimizer steps it, and in which several backwards' gradients are summed."""
+        """The dtype in which the optimizer steps it."""
         return self.step if self.step is not None and self._changes(dtype, name) else dtype
+
+    def sum_dtype(self, dtype: torch.dtype, name: str) -> torch.dtype:
+        """The dtype in which gradients of several backwards are summed."""
+        return self.sums if self.sums is not None and self._changes(dtype, name) else self.compute_dtype(dtype, name)
 
     def _changes(self, dtype: torch.dtype, name: str) -> bool:
         return dtype.is_floating_point and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep)
@@ -79,11 +87,12 @@ class Precision:
 
 _PRECISIONS: dict[PrecisionName, Precision] = {
     "fp32": Precision(),
-    "bf16": Precision(compute=torch.bfloat16, step=torch.float32),
-    "fp16": Precision(compute=torch.float16, step=torch.float32),
+    "bf16": Precision(compute=torch.bfloat16, step=torch.float32, sums=torch.float32),
+    "fp16": Precision(compute=torch.float16, step=torch.float32, sums=torch.float32),
 }
 
 
-def precision_of(name: PrecisionName, keep: tuple[str, ...] = ()) -> Precision:
-    """The dtypes that ``Config.precision`` names, but for what ``Config.keep_fp32`` names."""
-    return dataclasses.replace(_PRECISIONS[name], keep=keep)
+def precision_of(config: Config) -> Precision:
+    """The dtypes that a configuration asks for."""
+    precision = dataclasses.replace(_PRECISIONS[config.precision], keep=config.keep_fp32)
+    return dataclasses.replace(precision, sums=None) if config.accumulation_dtype == "same" else precision

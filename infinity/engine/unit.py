@@ -122,6 +122,7 @@ class Part:
         dtype: what the model gave its parameters.
         compute_dtype: what forward and backward use.
         step_dtype: what the optimizer steps.
+        sum_dtype: what gradients of several backwards are summed in: one of these two.
         stepped: whether the optimizer holds its parameters.
         slots: its parameters, in order.
         state_names: the states of its parameters' shapes that the optimizer is expected to have, in order.
@@ -135,6 +136,7 @@ class Part:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     step_dtype: torch.dtype
+    sum_dtype: torch.dtype
     stepped: bool
     slots: list[Slot]
     state_names: dict[str, None] = field(default_factory=dict)
@@ -188,7 +190,7 @@ class PartGradients:
     @property
     def dtype(self) -> torch.dtype:
         """What they are stored in."""
-        return self.part.compute_dtype if self.kind == GRAD else self.part.step_dtype
+        return self.part.compute_dtype if self.kind == GRAD else self.part.sum_dtype
 
     @property
     def num_bytes(self) -> int:

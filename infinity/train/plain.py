@@ -44,7 +44,8 @@ class PlainTrainer:
             enabled=config.precision == "fp16",
         )
         self.num_skipped_steps = 0
-        precision = precision_of(config.precision, config.keep_fp32)
+        self._sums_alike = config.accumulation_dtype == "same"
+        precision = precision_of(config)
         precision.check(module)
         for index, (name, parameter) in enumerate(module.named_parameters()):
             compute = precision.compute_dtype(parameter.dtype, name)
@@ -63,8 +64,13 @@ class PlainTrainer:
         return self.module(tokens, targets)  # type: ignore[no-any-return]
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of ``loss`` to those of the step, for masters in fp32."""
+        """Add the gradients of ``loss`` to those of the step."""
         self.scaler.scale(loss).backward()
+        if not self._sums_alike:
+            self._take_gradients()
+
+    def _take_gradients(self) -> None:
+        """Add gradients in 16 bits to those of the masters in fp32."""
         for parameter, master in self.mixed:
             assert parameter.grad is not None
             master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
@@ -73,6 +79,8 @@ class PlainTrainer:
     @torch.no_grad()
     def step(self) -> None:
         """Update the parameters and drop the gradients."""
+        if self._sums_alike:
+            self._take_gradients()
         self.scaler.unscale_(self.optimizer)
         if self.max_grad_norm is not None:
             self.grad_norm = torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
