@@ -1,4 +1,4 @@
-"""``Holds``: the units that backward keeps gathered, and which of them it could do without.
+"""``Holds``: the units that a backward keeps gathered, and which of them it is reading.
 
 Holds are soft: a hold says that a unit is likely to be read again in this backward. Only what a running forward needs,
 or a node of the graph that has unpacked a saved tensor and still runs, is really in use.
@@ -15,24 +15,24 @@ from infinity.engine.unit import Unit
 
 
 class Holds:
-    """What backward holds. Belongs to the thread that runs autograd's hooks."""
+    """What one backward holds. Belongs to the thread that runs autograd's hooks."""
 
     def __init__(self) -> None:
         self._held: dict[int, Unit] = {}  # by index, the latest last
-        self._reading: dict[int, tuple[Any, list[Unit]]] = {}  # by backward: the latest node and its units
+        self._reading: dict[int, tuple[Any, list[Unit]]] = {}  # by graph task: the latest node and its units
 
     def __len__(self) -> int:
         return len(self._held)
 
     def add(self, unit: Unit) -> None:
         """Hold a unit; it is now the latest."""
-        unit.held_for_backward = True
+        unit.held_by.add(self)
         self._held.pop(unit.index, None)
         self._held[unit.index] = unit
 
     def remove(self, unit: Unit) -> bool:
         """Let a unit go; whether it was held."""
-        unit.held_for_backward = False
+        unit.held_by.discard(self)
         return self._held.pop(unit.index, None) is not None
 
     def drain(self) -> Iterator[Unit]:
@@ -42,26 +42,25 @@ class Holds:
             self.remove(unit)
             yield unit
 
-    def forget_reads(self) -> None:
-        """No node reads anything any more."""
-        self._reading.clear()
-
     def note_read(self, unit: Unit) -> None:
         """The node that runs now reads a unit until it has run."""
-        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
-        known = self._reading.get(task)
-        if known is None or known[0] is not node:
-            self._reading[task] = (node, [unit])
-        else:
-            known[1].append(unit)
+        self.end_reads()
+        node = torch._C._current_autograd_node()
+        self._reading.setdefault(torch._C._current_graph_task_id(), (node, []))[1].append(unit)
+        unit.num_readers += 1
 
-    def spare(self) -> list[Unit]:
-        """What no forward and no node is using now."""
-        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
-        in_use = {
-            unit.index
-            for other, (latest, units) in self._reading.items()
-            if other != task or latest is node
-            for unit in units
-        }
-        return [unit for unit in self._held.values() if not unit.forward_depth and unit.index not in in_use]
+    def end_reads(self) -> None:
+        """A node of the graph task that runs now which was reading, and is not the one that runs, has run."""
+        task = torch._C._current_graph_task_id()
+        known = self._reading.get(task)
+        if known is not None and known[0] is not torch._C._current_autograd_node():
+            self._forget(task)
+
+    def forget_reads(self) -> None:
+        """No node reads anything any more."""
+        for task in list(self._reading):
+            self._forget(task)
+
+    def _forget(self, task: int) -> None:
+        for unit in self._reading.pop(task)[1]:
+            unit.num_readers -= 1

@@ -28,9 +28,10 @@ import torch
 from torch import nn
 
 from infinity.engine.activity import Activity
+from infinity.engine.gathering import Gatherer
 from infinity.engine.gradients import GradientSink
-from infinity.engine.holds import Holds
 from infinity.engine.param_hooks import ParamHooks
+from infinity.engine.passage import Passage, in_backward
 from infinity.engine.precision import Precision
 from infinity.engine.prefetch import PrefetchScheduler
 from infinity.engine.reads import unwatch_reads, watch_reads
@@ -39,8 +40,9 @@ from infinity.engine.scope import Scope, is_on_stack
 from infinity.engine.steps import OptimizerSteps
 from infinity.engine.tracing import refuse_tracing
 from infinity.engine.trees import map_tensors, tensors_of
-from infinity.engine.unit import Unit, UnitState
-from infinity.errors import BudgetError, EngineStateError, ModelError
+from infinity.engine.turns import Turns
+from infinity.engine.unit import Part, Unit, UnitState
+from infinity.errors import EngineStateError
 
 
 class ModuleHooks:
@@ -76,12 +78,11 @@ class ModuleHooks:
         self._steps = steps
         self._activity = activity
         self._saved = SavedTensors(self._hold_for_node)
-        self._holds = Holds()
-        self._running: list[Scope] = []
-        self._backward_task: int | None = None
-        self._backward_scope = Scope(None, None)
+        self._gatherer = Gatherer(units, scheduler, gradients, self._saved, check, self._has_been_released)
+        self._passage = self._gatherer.passage
+        self._saved.outer = self._passage.outer_hooks
+        self._turns = self._gatherer.turns
         self._hooks: list[Any] = []
-        self._leaf_hooks: list[Any] = []
         for unit in units:
             unit.note_versions()
             for _, module in unit.triggers:
@@ -90,7 +91,13 @@ class ModuleHooks:
             model.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after_model, always_call=True, with_kwargs=True),
         ]
-        self._param_hooks = ParamHooks(gradients, [part for unit in units for part in unit.parts], self._take_gradient)
+        self._param_hooks = ParamHooks(
+            gradients,
+            [part for unit in units for part in unit.parts],
+            before=self._await_gradient,
+            on_gradient=self._take_gradient,
+            after=self._gradient_taken,
+        )
         self._watched = watch_reads(units, self._read)
 
     def remove(self) -> None:
@@ -106,27 +113,44 @@ class ModuleHooks:
     def recover(self) -> None:
         """Undo what an interrupted forward or backward left: hooks in force, units in use, open gradients."""
         self._saved.clear()
-        self._running.clear()
-        self._backward_task = None
-        self._backward_scope.lent.clear()
-        for _ in self._holds.drain():
+        self._passage.running.clear()
+        self._passage.backward_task = None
+        self._passage.backward_scope.lent.clear()
+        for _ in self._passage.holds.drain():
             pass
-        self._holds.forget_reads()
-        self._remove_leaf_hooks()
+        self._passage.holds.forget_reads()
+        self._passage.remove_leaf_hooks()
         self._gradients.end_backward()
         self._steps.interrupted()
-        for unit in self._units:
-            unit.forward_depth = 0
-            unit.held_for_backward = False
-            if unit.state is UnitState.GATHERED:
-                unit.unbind()
-        self._scheduler.release_all()
+        self._gatherer.release_all()
 
     def settle(self) -> None:
         """Let go what an interrupted forward or backward still holds; nothing happens inside one that is running."""
-        left_over = self._running or self._holds or self._backward_task is not None
-        if left_over and not self._in_backward() and not self._is_running():
+        left_over = self._passage.is_under_way and not self._turns.is_shared
+        if left_over and not in_backward() and not self._is_running():
             self.recover()
+
+    def take_turns(self, turns: Turns) -> None:
+        """From now on ``turns`` says which passage runs when."""
+        self._turns = self._gatherer.turns = turns
+
+    def switch(self, passage: Passage) -> Passage:
+        """Have another passage run: what the one that ran until now uses stays gathered. Returns that one."""
+        before = self._passage
+        before.rest()
+        self._passage = self._gatherer.passage = passage
+        self._saved.outer = passage.outer_hooks
+        passage.resume()
+        self._follow()
+        return before
+
+    def release(self, units: Iterable[Unit]) -> None:
+        """Release units that were kept for passages to come, as far as they are idle."""
+        self._gatherer.release(units)
+
+    def begin_final_steps(self) -> None:
+        """Step what is final by now, if the last backward before a step has run."""
+        self._begin_steps(self._units)
 
     def refuse_inside(self, what: str) -> None:
         """Refuse an optimizer step, or clipping, in the middle of a forward or backward.
@@ -134,7 +158,7 @@ class ModuleHooks:
         Raises:
             EngineStateError: there is one.
         """
-        if self._in_backward() or self._is_running():
+        if in_backward() or self._is_running():
             raise EngineStateError(
                 f"{what}() was called inside a forward or backward of the model, whose parameters are in use; "
                 "call it after loss.backward() has returned"
@@ -152,7 +176,7 @@ class ModuleHooks:
 
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         refuse_tracing()
-        if not self._in_backward() and not self._is_running():
+        if not in_backward() and not self._is_running():
             self.settle()
             self._check()
             self._scheduler.begin_forward(training=torch.is_grad_enabled())
@@ -161,7 +185,7 @@ class ModuleHooks:
 
     def _after_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         result = self._after_trigger(None, module, args, kwargs, output)
-        if torch.is_grad_enabled() and not self._in_backward():
+        if torch.is_grad_enabled() and not in_backward():
             for tensor in tensors_of(output if result is None else result):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self._begin_backward)
@@ -169,7 +193,7 @@ class ModuleHooks:
 
     def _is_running(self) -> bool:
         """Whether a forward of the whole model is on the stack, and not just left over from an interrupt."""
-        return is_on_stack(self._running, sys._getframe(1))
+        return is_on_stack(self._passage.running, sys._getframe(1))
 
     def _before_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
         self._enter(Scope(unit, module))
@@ -177,20 +201,22 @@ class ModuleHooks:
     def _enter(self, scope: Scope) -> None:
         refuse_tracing()
         self._param_hooks.update()
-        self._running.append(scope)
         if scope.unit is not None:
-            scope.unit.forward_depth += 1
+            self._turns.before_gather(scope.unit)
+        self._passage.running.append(scope)
+        if scope.unit is not None:
+            self._use(scope.unit)
             if scope.unit.state is UnitState.RELEASED:
-                self._bind(scope.unit)
+                self._gatherer.bind(scope.unit)
         scope.pushed = self._saved.push()
         self._follow()
 
     def _follow(self) -> None:
         """Say what runs now that a scope has been entered or left."""
-        in_backward = self._in_backward()
-        unit = next((scope.unit for scope in reversed(self._running) if scope.unit is not None), None)
-        if self._running or in_backward:
-            self._activity.switch("backward" if in_backward else "forward", *([unit.name] if unit is not None else []))
+        phase = "backward" if in_backward() else "forward"
+        unit = next((scope.unit for scope in reversed(self._passage.running) if scope.unit is not None), None)
+        if self._passage.running or in_backward():
+            self._activity.switch(phase, *([unit.name] if unit is not None else []))
         else:
             self._activity.switch("outside")
         self._lend_thread()
@@ -203,9 +229,10 @@ class ModuleHooks:
 
     def _leave(self, unit: Unit | None, module: nn.Module) -> Scope | None:
         """End a scope. ``None`` if it never began: PyTorch calls our hook also when an earlier pre-hook raised."""
-        if not self._running or self._running[-1].unit is not unit or self._running[-1].module is not module:
+        running = self._passage.running
+        if not running or running[-1].unit is not unit or running[-1].module is not module:
             return None
-        scope = self._running.pop()
+        scope = running.pop()
         if scope.pushed:
             self._saved.pop()
         self._follow()
@@ -223,7 +250,7 @@ class ModuleHooks:
         replacement = self._rescue(ending, output) if ending else None
         if unit is not None and not unit.forward_depth and torch.is_grad_enabled():
             self._hook_boundary(unit, (args, kwargs), output)
-        self._release_idle(ending)
+        self._gatherer.release_idle(ending)
         return replacement
 
     def _rescue(self, units: Sequence[Unit], output: Any) -> Any:
@@ -231,26 +258,33 @@ class ModuleHooks:
         found = {id(unit): unit for unit in map(self._saved.unit_of, tensors_of(output)) if unit in units}
         if not found:
             return None
-        if self._running:
+        if self._passage.running:
             for unit in found.values():
                 if unit is not None:
-                    self._lend(unit, self._running[-1])
+                    self._lend(unit, self._passage.running[-1])
             return None
         return map_tensors(lambda tensor: tensor.clone() if self._saved.unit_of(tensor) in units else tensor, output)
 
     def _read(self, unit: Unit) -> None:
         """A parameter of a unit that no forward uses is being read."""
-        if self._running:
-            self._lend(unit, self._running[-1])
-        elif self._in_backward():  # a function that a checkpoint recomputes
+        if self._passage.running:
+            self._lend(unit, self._passage.running[-1])
+        elif in_backward():  # a function that a checkpoint recomputes
             self._watch_backward()
-            self._lend(unit, self._backward_scope)
+            self._lend(unit, self._passage.backward_scope)
 
     def _lend(self, unit: Unit, scope: Scope) -> None:
+        if not in_backward():
+            self._turns.before_gather(unit)
         if unit.state is UnitState.RELEASED:
-            self._bind(unit)
-        unit.forward_depth += 1
+            self._gatherer.bind(unit)
         scope.lent.append(unit)
+        self._use(unit)
+
+    def _use(self, unit: Unit) -> None:
+        unit.forward_depth += 1
+        if unit.forward_depth == 1 and not in_backward():
+            self._turns.note_use(unit)
 
     def _hook_boundary(self, unit: Unit, inputs: Any, output: Any) -> None:
         """Mark where the unit's backward begins and ends."""
@@ -263,138 +297,76 @@ class ModuleHooks:
         for tensor in ends:
             hook = tensor.register_hook(functools.partial(self._after_backward, unit))
             if tensor.is_leaf:  # it may live for ever
-                self._leaf_hooks.append(hook)
+                self._passage.leaf_hooks.append(hook)
 
     # Backward
 
     def _begin_backward(self, gradient: torch.Tensor) -> None:
-        if self._backward_task not in (None, torch._C._current_graph_task_id()):
+        if self._passage.backward_task not in (None, torch._C._current_graph_task_id()):
             self._end_backward()
         self._watch_backward()
 
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+        self._turns.before_gather(unit)
         self._hold(unit)
 
     def _after_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
-        if self._holds.remove(unit):
-            self._release_idle([unit])
+        if self._passage.holds.remove(unit):
+            self._gatherer.release_idle([unit])
             self._activity.switch("backward")
 
     def _hold(self, unit: Unit) -> None:
         self._watch_backward()
         if unit.state is UnitState.RELEASED:
-            self._bind(unit)
+            self._gatherer.bind(unit)
             self._activity.switch("backward", unit.name)
-        self._holds.add(unit)
+        self._passage.holds.add(unit)
 
     def _hold_for_node(self, unit: Unit, reads: bool) -> None:
         """Hold a unit for the node that is unpacking its saved tensors; ``reads``: until that node has run."""
         self._hold(unit)
         if reads:
-            self._holds.note_read(unit)
+            self._passage.holds.note_read(unit)
 
     def _watch_backward(self) -> None:
         """Have ``_end_backward`` called when the backward that is running ends."""
-        if self._backward_task is None and self._in_backward():
-            self._backward_task = torch._C._current_graph_task_id()
+        if self._passage.backward_task is None and in_backward():
+            self._passage.backward_task = torch._C._current_graph_task_id()
             self._activity.switch("backward")
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _await_gradient(self, part: Part, position: int) -> None:
+        self._turns.before_gradient(part, position)
 
     def _take_gradient(self) -> None:
         """A gradient has come."""
         self._watch_backward()
         self._lend_thread()
 
+    def _gradient_taken(self, part: Part, position: int) -> None:
+        self._turns.after_gradient(part, position)
+
     def _end_backward(self) -> None:
-        lent = self._backward_scope.lent
-        self._backward_scope = Scope(None, None)
+        lent = self._passage.backward_scope.lent
+        self._passage.backward_scope = Scope(None, None)
         for unit in lent:
             unit.forward_depth -= 1
-        self._holds.forget_reads()
-        self._release_idle([*self._holds.drain(), *lent])
-        self._remove_leaf_hooks()
+        self._passage.holds.forget_reads()
+        self._gatherer.release_idle([*self._passage.holds.drain(), *lent])
+        self._passage.remove_leaf_hooks()
         self._gradients.let_go()
         self._begin_steps(self._units)
         self._gradients.end_backward()
-        self._backward_task = None
+        self._passage.backward_task = None
         self._activity.switch("outside")
 
     def _begin_steps(self, units: Iterable[Unit]) -> None:
         """Step what this backward will neither change nor read any more, if it is the last before a step."""
-        nested = self._in_backward() and torch._C._current_graph_task_id() != self._backward_task
+        nested = in_backward() and torch._C._current_graph_task_id() != self._passage.backward_task
         if self._gradients.is_final and not nested:  # what a reentrant checkpoint runs inside may bring more gradients
             idle = [unit for unit in units if unit.state is UnitState.RELEASED and not unit.handles]
             self._steps.begin([taken for unit in idle for taken in self._gradients.take_final(unit)])
 
-    def _remove_leaf_hooks(self) -> None:
-        for hook in self._leaf_hooks:
-            hook.remove()
-        self._leaf_hooks.clear()
-
-    # Units
-
-    def _bind(self, unit: Unit) -> None:
-        if not self._in_backward():
-            self._check()
-        self._refuse_change(unit.changed_parameter())
-        written = unit.written_parameter()
-        if written is not None:
-            unit.restore()
-            raise ModelError(
-                f"parameter {written} was written, converted or replaced while its value was away, and the change "
-                "would be lost; set values and dtypes before initialize(), and use precision= for computing in bf16"
-            )
-        self._gradients.let_go()  # whoever waits for a unit holds no host memory
-        try:
-            buffer = self._gather(unit)
-        except BudgetError as error:
-            others = [other for other in self._units if other.state is UnitState.GATHERED]
-            raise BudgetError(
-                f"hbm is too small for what is in use at the same time: unit {unit.name} ({unit.num_bytes} bytes)"
-                + "".join(f", unit {other.name} ({other.num_bytes} bytes)" for other in others)
-                + f"; raise hbm to at least {unit.num_bytes + sum(other.num_bytes for other in others)}"
-            ) from error
-        unit.bind(buffer)
-        self._saved.add(unit)
-
-    def _gather(self, unit: Unit) -> torch.Tensor:
-        try:
-            return self._scheduler.gather(unit, in_backward=self._in_backward())
-        except BudgetError:
-            if not self._give_up_holds():
-                raise
-            return self._scheduler.gather(unit, in_backward=self._in_backward())
-
-    def _give_up_holds(self) -> bool:
-        """Release what backward holds but no forward and no node is using now; whether there was anything."""
-        spare = self._holds.spare()
-        for unit in spare:
-            self._holds.remove(unit)
-        self._release_idle(spare)
-        return bool(spare)
-
-    def _release_idle(self, units: Iterable[Unit]) -> None:
-        """Release those of ``units`` that neither a forward nor backward keeps."""
-        changed = None
-        for unit in units:
-            if unit.forward_depth or unit.held_for_backward or unit.state is UnitState.RELEASED:
-                continue
-            changed = changed or unit.changed_parameter()
-            self._saved.remove(unit)
-            unit.unbind()
-            self._scheduler.release(unit)
-            if self._backward_task is not None:
-                self._begin_steps([unit])
-        self._refuse_change(changed)
-
-    @staticmethod
-    def _refuse_change(name: str | None) -> None:
-        if name is not None:
-            raise ModelError(
-                f"parameter {name} was changed in place, but the engine keeps its value elsewhere and would lose the "
-                "change; initialise the model before infinity.initialize(), and for what forward changes use a buffer"
-            )
-
-    @staticmethod
-    def _in_backward() -> bool:
-        return torch._C._current_graph_task_id() != -1
+    def _has_been_released(self, unit: Unit) -> None:
+        if self._passage.backward_task is not None:
+            self._begin_steps([unit])

@@ -18,12 +18,24 @@ class ParamHooks:
     Args:
         sink: takes them.
         parts: all parts.
-        on_gradient: called before each.
+        before: called with part and position before autograd accumulates a gradient.
+        on_gradient: called when it has, and the gradient is about to be taken.
+        after: called with part and position when it has been taken.
     """
 
-    def __init__(self, sink: GradientSink, parts: Sequence[Part], on_gradient: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        sink: GradientSink,
+        parts: Sequence[Part],
+        *,
+        before: Callable[[Part, int], None],
+        on_gradient: Callable[[], None],
+        after: Callable[[Part, int], None],
+    ) -> None:
         self._sink = sink
+        self._await = before
         self._on_gradient = on_gradient
+        self._taken = after
         self._hooks: list[Any] = []
         self._frozen = [(part, i) for part in parts if part.stepped for i in range(len(part.slots))]
         self.update()
@@ -49,6 +61,7 @@ class ParamHooks:
 
     def _before(self, part: Part, position: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
+            self._await(part, position)
             self._sink.expect(part, position)
 
     def _after(self, part: Part, position: int, param: torch.Tensor) -> None:
@@ -56,3 +69,4 @@ class ParamHooks:
         gradient, param.grad = param.grad, None
         assert gradient is not None
         self._sink.arrive(part, position, gradient)
+        self._taken(part, position)

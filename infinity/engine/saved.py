@@ -68,12 +68,15 @@ class SavedTensors:
 
     Args:
         hold: makes a unit gathered; if ``reads``, keeps it so while the node that runs now does.
+
+    Attributes:
+        outer: the hooks that were in force before each of ours, in the passage that runs.
     """
 
     def __init__(self, hold: Callable[[Unit, bool], None]) -> None:
         self._hold = hold
         self._gathered: dict[int, Unit] = {}  # by address of the gathered buffer
-        self._outer: list[Hooks | None] = []  # hooks in force before each of ours
+        self.outer: list[Hooks | None] = []
 
     def add(self, unit: Unit) -> None:
         """A unit has been gathered."""
@@ -84,6 +87,11 @@ class SavedTensors:
         """A unit is about to be released."""
         assert unit.buffer is not None
         del self._gathered[unit.buffer.untyped_storage().data_ptr()]
+
+    @property
+    def gathered(self) -> list[Unit]:
+        """Every gathered unit."""
+        return list(self._gathered.values())
 
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The gathered unit in whose memory a tensor lies."""
@@ -102,17 +110,17 @@ class SavedTensors:
         if outer is not None and outer[0] == self._pack:
             return False
         hookstack.push(own)
-        self._outer.append(outer)
+        self.outer.append(outer)
         return True
 
     def pop(self) -> None:
         """Undo a ``push`` that was done."""
-        self._outer.pop()
+        self.outer.pop()
         hookstack.pop()
 
     def clear(self) -> None:
         """Undo every ``push``, and forget every unit."""
-        while self._outer:
+        while self.outer:
             self.pop()
         self._gathered.clear()
 
@@ -125,7 +133,7 @@ class SavedTensors:
             handle = _Handle(unit, unit.version, tensor.dtype, tensor.size(), tensor.stride(), offset, conj, neg)
             unit.handles.add(handle)
             return handle
-        outer = self._outer[-1] if self._outer else None
+        outer = self.outer[-1] if self.outer else None
         if outer is not None:
             pack, unpack = outer
             return _Outer(unpack, pack(tensor))

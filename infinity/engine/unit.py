@@ -208,8 +208,10 @@ class Unit:
         triggers: modules whose forward needs it, with their names.
         parts: its parts, in order.
         version: how many optimizer steps have changed it.
-        forward_depth: how many running forwards use it: its triggers' and those that it is lent to.
-        held_for_backward: whether backward keeps it gathered.
+        forward_depth: how many forwards of the passage that runs use it: its triggers' and those that it is lent to.
+        num_waiting: how many forwards of passages that wait for their turn do.
+        num_readers: how many nodes of the graph are reading it.
+        held_by: the holds of the backwards that would rather keep it gathered.
         buffer: the gathered parameters, ``None`` while released.
         versions: the parameters' version counters when it was last gathered, or else at start.
         handles: what stands for its memory in tensors that autograd has saved (``saved.py``) and has not let go.
@@ -223,7 +225,9 @@ class Unit:
     state: UnitState = UnitState.RELEASED
     version: int = 0
     forward_depth: int = 0
-    held_for_backward: bool = False
+    num_waiting: int = 0
+    num_readers: int = 0
+    held_by: set[Any] = field(default_factory=set, repr=False)
     buffer: torch.Tensor | None = field(default=None, repr=False)
     versions: list[int] = field(default_factory=list, repr=False)
     handles: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False)
@@ -232,6 +236,21 @@ class Unit:
     def slots(self) -> Iterator[Slot]:
         """All its parameters' slots, in order."""
         return (slot for part in self.parts for slot in part.slots)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a forward or a node of the graph needs its memory now."""
+        return self.forward_depth > 0 or self.num_waiting > 0 or self.num_readers > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is gathered, and no forward and no backward would keep it."""
+        return self.state is UnitState.GATHERED and not (self.forward_depth or self.num_waiting or self.held_by)
+
+    def forget_users(self) -> None:
+        """Nobody uses or holds it any more, whatever was interrupted."""
+        self.forward_depth = self.num_waiting = self.num_readers = 0
+        self.held_by.clear()
 
     @property
     def num_bytes(self) -> int:
