@@ -27,6 +27,18 @@ class EngineStateError(InfinityError, RuntimeError):
     """An operation came at a time when it has no meaning: after ``close()``, or after a step that failed half-way."""
 
 
+class MicroBatchError(InfinityError, RuntimeError):
+    """A micro-batch of ``engine.accumulate()`` failed; ``__cause__`` is what it failed with.
+
+    Attributes:
+        index: which, counted from 0.
+    """
+
+    def __init__(self, message: str, *, index: int) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 class NonFiniteError(InfinityError, RuntimeError):
     """A norm of gradients is infinite or NaN where it must not be."""
 

@@ -32,6 +32,7 @@ from infinity.engine.shadow import probe
 
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+ComputeLoss = Callable[[Any], torch.Tensor]
 CPU = torch.device("cpu")
 ENOUGH: dict[str, Any] = {"device": "cpu", "hbm": "1MiB", "ram": "8MiB"}
 """Room for everything that any of the tiny models has."""
@@ -56,6 +57,7 @@ class Trainer(Protocol):
 
     def backward(self, loss: torch.Tensor) -> None: ...
     def clip(self, max_norm: float, norm_type: float = 2.0, params: Sequence[nn.Parameter] = ()) -> torch.Tensor: ...
+    def accumulate(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> list[torch.Tensor]: ...
     def step(self) -> None: ...
     def zero_grad(self) -> None: ...
 
@@ -122,6 +124,18 @@ class Plain:
                     master.grad.add_(param.grad)
                 param.grad = None
 
+    def accumulate(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> list[torch.Tensor]:
+        """What ``engine.accumulate`` promises: each micro-batch begins with a seed of its own."""
+        seeds = torch.randint(2**63 - 1, (len(micro_batches),)).tolist()
+        state, losses = torch.get_rng_state(), []
+        for micro_batch, seed in zip(micro_batches, seeds, strict=True):
+            torch.manual_seed(seed)
+            loss = compute_loss(micro_batch)
+            self.backward(loss)
+            losses.append(loss.detach())
+        torch.set_rng_state(state)
+        return losses
+
     def clip(self, max_norm: float, norm_type: float = 2.0, params: Sequence[nn.Parameter] = ()) -> torch.Tensor:
         """Clip what is stepped, of all parameters or some."""
         self._unscale()
@@ -169,6 +183,9 @@ class Tiered:
 
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss)
+
+    def accumulate(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> list[torch.Tensor]:
+        return self.engine.accumulate(micro_batches, compute_loss)
 
     def clip(self, max_norm: float, norm_type: float = 2.0, params: Sequence[nn.Parameter] = ()) -> torch.Tensor:
         return self.engine.clip_grad_norm_(max_norm, norm_type, parameters=params or None)

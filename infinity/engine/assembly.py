@@ -13,6 +13,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.account import StepAccount
+from infinity.engine.accumulation import Accumulation, Horizontal
 from infinity.engine.activity import Activity
 from infinity.engine.budget import plan_for, plan_within
 from infinity.engine.clipping import Clipper
@@ -24,6 +25,7 @@ from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.optimizer_loading import OptimizerLoader
 from infinity.engine.precision import precision_of
 from infinity.engine.prefetch import BACKLOG_SHARE, Orders, PrefetchScheduler
+from infinity.engine.randomness import Generators
 from infinity.engine.refusals import Refusals
 from infinity.engine.resources import Resources
 from infinity.engine.scaling import scaling_for
@@ -34,6 +36,7 @@ from infinity.engine.stream import StepStream
 from infinity.engine.substep import SubGroupStepper
 from infinity.engine.unit import PARAM
 from infinity.engine.values import Gathered, Values
+from infinity.engine.vertical import Room, Vertical
 from infinity.engine.weights import WeightReader, hook_state_dicts
 from infinity.engine.writer import WeightWriter
 from infinity.io.cores import warn_of_excess
@@ -93,6 +96,7 @@ class Assembly(ABC):
             self._build_schedule()
             self._build_steps(optimizer, overlaps=overlaps, num_backwards=num_backwards)
             self._take_over(optimizer, device)
+            self._build_accumulation(device)
         except BaseException:
             self._resources.close()
             raise
@@ -213,6 +217,21 @@ class Assembly(ABC):
             optimizer,
             overlaps=overlaps,
             worker=self._resources.worker,
+        )
+
+    def _build_accumulation(self, device: torch.device) -> None:
+        config, hooks, gradients, generators = self.config, self._hooks, self._gradients, Generators(device)
+        around = frozenset(unit.index for unit in self._units if any(m is self.module for _, m in unit.triggers))
+        room = Room(config.hbm, self._plan.smallest_hbm(self.module)[0], around)
+        self._accumulation = Accumulation(
+            config.accumulate,
+            Horizontal(hooks, generators),
+            Vertical(self._units, room, hooks, gradients, generators, device),
+            self._units,
+            config.hbm,
+            hooks,
+            gradients,
+            generators,
         )
 
     def _take_over(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:

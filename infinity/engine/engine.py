@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.engine.accumulation import AccumulationInfo
 from infinity.engine.assembly import Assembly, check_forward
 from infinity.engine.weights import StreamingStateDict
 from infinity.errors import EngineStateError, ModelError
@@ -43,6 +44,33 @@ class Engine(Assembly):
         """
         self._check_usable()
         self._scaling.backward(loss, retain_graph=retain_graph)
+
+    def accumulate(
+        self, micro_batches: Iterable[Any], compute_loss: Callable[[Any], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of all micro-batches of a step, in the schedule that ``Config.accumulate`` names.
+
+        Vertically, ``compute_loss`` runs in one thread for each micro-batch, by turns, with the settings of the calling
+        thread. In both schedules each micro-batch begins as after ``torch.manual_seed`` with a seed of its own, drawn
+        from the CPU's default generator, which is left as it was after these draws.
+
+        Args:
+            micro_batches: what ``compute_loss`` takes; all are taken from the iterable before the first is computed.
+            compute_loss: runs the model on one and returns its loss, one element, divided as the sum of gradients is
+                to be; it may not run backward.
+
+        Returns:
+            The losses, detached, in order.
+
+        Raises:
+            EngineStateError: more micro-batches than ``accumulation_steps`` leaves, or gradients are disabled.
+            MicroBatchError: one failed, from what it failed with; all gradients since the last step are discarded, and
+                training may go on.
+            ModelError: there are none.
+        """
+        self._check_usable()
+        self._hooks.refuse_inside("accumulate")
+        return self._accumulation.run(list(micro_batches), compute_loss, self.backward, self._forget_gradients)
 
     def step(self) -> None:
         """Step the optimizer and consume the gradients; the same as ``engine.optimizer.step()``.
@@ -84,7 +112,7 @@ class Engine(Assembly):
             StorageError: gradients could not be read back.
         """
         self._check_open()
-        self._gradients.refuse_early_steps("clip_grad_norm_()")
+        self._gradients.backwards.refuse_early_steps("clip_grad_norm_()")
         self._settle("clip_grad_norm_")
         self.grad_norm = self._clipper.clip(max_norm, norm_type, error_if_nonfinite, parameters)
         return self.grad_norm
@@ -165,6 +193,11 @@ class Engine(Assembly):
         return {} if nvme is None else dict(nvme.choices)
 
     @property
+    def last_accumulation(self) -> AccumulationInfo | None:
+        """Which schedule the latest ``accumulate`` ran in, and why; ``None`` before the first."""
+        return self._accumulation.last
+
+    @property
     def loss_scale(self) -> float:
         """What the loss is multiplied by before backward: 1 without ``fp16``."""
         return self._scaling.scale
@@ -219,6 +252,7 @@ class Engine(Assembly):
     def _settle(self, what: str) -> None:
         """Have nothing under way, for something that reads or changes state between steps."""
         self._check_open()
+        self._accumulation.refuse_inside(what)
         self._hooks.refuse_inside(what)
         self._hooks.settle()
         self._gathered.check()
@@ -234,12 +268,16 @@ class Engine(Assembly):
 
     def _discard(self) -> None:
         self._check_usable()
-        self._hooks.settle()
+        self._accumulation.refuse_inside("zero_grad")
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
         self._gradients.discard()
         self._scaling.forget()
 
     def _begin_step(self) -> bool:
         self._check_open()
+        self._accumulation.refuse_inside("step")
         self._hooks.refuse_inside("step")
         self._hooks.settle()
         self._gathered.check()

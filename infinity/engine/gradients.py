@@ -25,7 +25,8 @@ Where the number of backwards in a step is known, the last of them makes gradien
 each of its parameters that requires one has got its own. ``take_final`` then hands the part over to a step that begins
 under the rest of this backward. No other gradient may come for it, and nobody may discard or replace what it had.
 
-Called on the thread that runs autograd's hooks; one backward runs at a time.
+Called on the thread that runs autograd's hooks; one backward runs at a time. Several may take turns (``backwards.py``):
+then whoever hands over has nothing open, and each gradient comes when those of all backwards before it have come.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from infinity.engine.backwards import Backwards
 from infinity.engine.norms import GradientNorms
 from infinity.engine.placeholders import Placeholders, refuse_away
 from infinity.engine.prefetch import TRAINING, PrefetchScheduler
@@ -84,6 +86,9 @@ class GradientSink:
         norms: takes the norm of each gradient while it is at hand.
         scaling: what is to be undone on gradients before they are stepped.
         num_backwards: how many backwards there are in a step, if its sub-groups are to be stepped under the last.
+
+    Attributes:
+        backwards: which backward runs.
     """
 
     def __init__(
@@ -106,26 +111,33 @@ class GradientSink:
         self._gradients: dict[int, _Gradients] = {}
         self._open_parts: dict[int, Part] = {}
         self._placeholders = Placeholders()
-        self._backward = 1
-        self._num_backwards = num_backwards
-        self._num_done = 0  # since the last step
-        self._num_arrived = 0  # gradients in this backward
+        self.backwards = Backwards(num_backwards)
 
-    @property
-    def is_final(self) -> bool:
-        """Whether the backward that runs, or has just ended, is the last before a step."""
-        return self._num_backwards is not None and self._num_done + (self._num_arrived > 0) == self._num_backwards
+    def begin_several(self, count: int) -> range:
+        """So many backwards take turns from now on. Returns their numbers, for ``switch``: the order of their sums."""
+        self.end_backward()
+        return self.backwards.begin_several(count)
+
+    def switch(self, backward: int) -> None:
+        """Another of several backwards runs: what comes from now on is its."""
+        self.let_go()
+        self.backwards.current = backward
+
+    def end_several(self) -> None:
+        """All that took turns are over, completely or not."""
+        self.let_go()
+        self.backwards.end_several()
 
     def take_final(self, unit: Unit) -> list[PartGradients]:
         """Hand over the parts of a unit whose gradients are final, as ``take`` does; none outside a last backward."""
         taken = []
-        for part in unit.parts if self.is_final else ():
+        for part in unit.parts if self.backwards.is_final else ():
             gradients = self._gradients.get(part.index)
             if gradients is None or gradients.begun or gradients.flat is not None:
                 continue
             positions = {i for i, slot in enumerate(part.slots) if slot.param.requires_grad}
             are_kept = all(self._placeholders.is_on(part.slots[position]) for position in gradients.arrived)
-            if are_kept and all(gradients.arrived.get(i) == self._backward for i in positions):
+            if are_kept and all(gradients.arrived.get(i) == self.backwards.last for i in positions):
                 gradients.begun = True
                 taken.append(PartGradients(part, gradients.kind, frozenset(gradients.arrived)))
         return taken
@@ -152,13 +164,17 @@ class GradientSink:
             BudgetError: the part's gradients do not fit in host memory.
             StorageError: gradients of an earlier backward could not be read back.
         """
+        self._take(part, position, gradient)
+        self.backwards.note_gradient()
+
+    def _take(self, part: Part, position: int, gradient: torch.Tensor) -> None:
         slot = part.slots[position]
         if gradient.layout is not torch.strided:
             raise ModelError(
                 f"parameter {slot.name}: got a gradient of layout {gradient.layout}, expected a dense one; "
                 "build its module with sparse=False"
             )
-        gradients = self._gradients.setdefault(part.index, _Gradients(backward=self._backward))
+        gradients = self._gradients.setdefault(part.index, _Gradients(backward=self.backwards.current))
         if gradients.flat is None:
             self._open(part, gradients)
         assert gradients.flat is not None
@@ -168,7 +184,7 @@ class GradientSink:
         scales = gradients.scales.pop(position, ())
         if before is None:
             view.copy_(gradient)
-        elif before == self._backward and gradients.kind == GRAD_SUM:
+        elif before == self.backwards.current and gradients.kind == GRAD_SUM:
             raise ModelError(
                 f"parameter {slot.name}: got two gradients in one backward, which would be added in "
                 f"{part.sum_dtype} where PyTorch adds them in {part.compute_dtype}; use torch.utils.checkpoint with "
@@ -183,9 +199,9 @@ class GradientSink:
             for scale in scales:
                 view.mul_(scale)
             view.add_(gradient.to(view.device))
-        self._norms.note(part, position, gradient if before is None else view, num_backwards=self._num_done + 1)
-        gradients.arrived[position] = self._backward
-        self._num_arrived += 1
+        total = gradient if before is None else view
+        self._norms.note(part, position, total, num_backwards=self.backwards.position)
+        gradients.arrived[position] = self.backwards.current
         if slot not in self._placeholders and gradient.device.type == "cpu":
             HEAP.use(gradient.nbytes)
         self._placeholders.put(part, slot)
@@ -201,9 +217,7 @@ class GradientSink:
     def end_backward(self) -> None:
         """A backward is over, completely or not: let every open shard go. What comes next is another backward."""
         self.let_go()
-        self._backward += 1
-        self._num_done += self._num_arrived > 0
-        self._num_arrived = 0
+        self.backwards.end()
 
     def clear_placeholders(self) -> None:
         """Take the placeholders off the parameters; what the user has put there stays."""
@@ -216,7 +230,7 @@ class GradientSink:
         self.end_backward()
         self.clear_placeholders()
         gradients, self._gradients = self._gradients, {}
-        self._num_done = 0
+        self.backwards.end_step()
         self._norms.end_step()
         self._loop.run(self._delete(self._parts[i].key(g.kind) for i, g in gradients.items()))
 
@@ -231,19 +245,6 @@ class GradientSink:
         self._take_users()
         return self._waiting()
 
-    def refuse_early_steps(self, what: str) -> None:
-        """Refuse what needs all gradients of a step, where sub-groups are stepped before all have come.
-
-        Raises:
-            EngineStateError: they are.
-        """
-        if self._num_backwards is not None:
-            raise EngineStateError(
-                f"{what} with accumulation_steps={self._num_backwards}: steps begin under backward "
-                f"{self._num_backwards}, before the norm of all gradients is known; set max_grad_norm in Config, with "
-                "which they wait for it, or leave accumulation_steps unset"
-            )
-
     def scale(self, part: Part, position: int, scale: torch.Tensor) -> None:
         """Have a gradient that waits multiplied by ``scale``, a tensor of no dimensions on the CPU, before its step."""
         self._gradients[part.index].scales.setdefault(position, []).append(scale)
@@ -256,7 +257,7 @@ class GradientSink:
         """
         self.end_backward()
         self._refuse_changes()
-        self._num_done = 0
+        self.backwards.end_step()
         self._take_users()
         taken = self._waiting()
         gradients, self._gradients = self._gradients, {}
@@ -284,15 +285,13 @@ class GradientSink:
 
     def _take_users(self) -> None:
         """Take gradients that the user has put onto parameters by hand; they are of no backward."""
-        num_arrived = self._num_arrived
         for part in self._parts:
             for position, slot in enumerate(part.slots if part.stepped else ()):
                 gradient = slot.param.grad
                 if gradient is not None and not self._placeholders.is_on(slot):
                     refuse_away(slot, gradient)
                     self._expect(part, position)
-                    self.arrive(part, position, gradient)
-        self._num_arrived = num_arrived
+                    self._take(part, position, gradient)
         self.let_go()
 
     def _refuse_changes(self) -> None:
@@ -309,12 +308,11 @@ class GradientSink:
 
     def _refuse_more(self, part: Part, slot: Slot) -> None:
         gradients = self._gradients.get(part.index)
-        if (gradients is not None and gradients.begun) or (
-            self._num_backwards is not None and self._num_done >= self._num_backwards
-        ):
+        if (gradients is not None and gradients.begun) or self.backwards.is_complete:
+            num_backwards = self.backwards.num_in_step
             raise EngineStateError(
-                f"parameter {slot.name}: got another gradient after backward {self._num_backwards} of "
-                f"accumulation_steps={self._num_backwards}, under which its step may have begun; call step() first, "
+                f"parameter {slot.name}: got another gradient after backward {num_backwards} of "
+                f"accumulation_steps={num_backwards}, under which its step may have begun; call step() first, "
                 "set accumulation_steps to the number of backwards in a step, or leave it unset"
             )
 
@@ -334,7 +332,7 @@ class GradientSink:
             return self._put(part, GRAD, part.compute_dtype)
         if gradients.kind == GRAD_SUM:
             return self._fetch(part, GRAD_SUM, part.sum_dtype)
-        if part.sum_dtype != part.compute_dtype and gradients.backward != self._backward:
+        if part.sum_dtype != part.compute_dtype and gradients.backward != self.backwards.current:
             return self._promote(part, gradients)
         return self._fetch(part, GRAD, part.compute_dtype)
 

@@ -50,11 +50,11 @@ class Holds:
         unit.num_readers += 1
 
     def end_reads(self) -> None:
-        """A node of the graph task that runs now which was reading, and is not the one that runs, has run."""
-        task = torch._C._current_graph_task_id()
-        known = self._reading.get(task)
-        if known is not None and known[0] is not torch._C._current_autograd_node():
-            self._forget(task)
+        """Forget nodes that have run: any but the one that runs, and all of backwards inside the one that runs."""
+        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        for other in list(self._reading):
+            if other > task or (other == task and self._reading[other][0] is not node):
+                self._forget(other)
 
     def forget_reads(self) -> None:
         """No node reads anything any more."""

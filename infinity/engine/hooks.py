@@ -130,9 +130,11 @@ class ModuleHooks:
         if left_over and not in_backward() and not self._is_running():
             self.recover()
 
-    def take_turns(self, turns: Turns) -> None:
-        """From now on ``turns`` says which passage runs when."""
-        self._turns = self._gatherer.turns = turns
+    def take_turns(self, turns: Turns) -> Turns:
+        """From now on ``turns`` says which passage runs when. Returns what did until now."""
+        before, self._turns = self._turns, turns
+        self._gatherer.turns = turns
+        return before
 
     def switch(self, passage: Passage) -> Passage:
         """Have another passage run: what the one that ran until now uses stays gathered. Returns that one."""
@@ -363,7 +365,9 @@ class ModuleHooks:
     def _begin_steps(self, units: Iterable[Unit]) -> None:
         """Step what this backward will neither change nor read any more, if it is the last before a step."""
         nested = in_backward() and torch._C._current_graph_task_id() != self._passage.backward_task
-        if self._gradients.is_final and not nested:  # what a reentrant checkpoint runs inside may bring more gradients
+        if (
+            self._gradients.backwards.is_final and not nested
+        ):  # what a reentrant checkpoint runs inside may bring more gradients
             idle = [unit for unit in units if unit.state is UnitState.RELEASED and not unit.handles]
             self._steps.begin([taken for unit in idle for taken in self._gradients.take_final(unit)])
 

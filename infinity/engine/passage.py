@@ -46,7 +46,6 @@ class Passage:
 
     def rest(self) -> None:
         """Another passage will run."""
-        self.holds.end_reads()
         for unit in self._used():
             unit.forward_depth -= 1
             unit.num_waiting += 1

@@ -141,7 +141,7 @@ class LossScaling(Scaling):
         self._is_dynamic = is_dynamic
         self._num_good = 0
         self._all_finite: bool | None = None
-        self._in_backward = False
+        self._num_backwards = 0  # under way: several may take turns
 
     @property
     def norm_type(self) -> float:
@@ -165,15 +165,15 @@ class LossScaling(Scaling):
 
     @contextlib.contextmanager
     def _running_backward(self) -> Iterator[None]:
-        self._in_backward = True
+        self._num_backwards += 1
         try:
             yield
         finally:
-            self._in_backward = False
+            self._num_backwards -= 1
 
     def refuse_foreign(self, name: str) -> None:
         """Refuse gradients of ``loss.backward()``, and those that come after the scale was taken off."""
-        if not self._in_backward:
+        if not self._num_backwards:
             raise EngineStateError(
                 f"parameter {name}: got a gradient from a backward that did not scale the loss; with precision='fp16' "
                 "call engine.backward(loss) instead of loss.backward()"

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from infinity.engine.unit import Part, Unit
+from infinity.errors import EngineStateError
 
 
 class Turns:
-    """The contract, and what holds for a single passage."""
+    """The contract, and what holds for a single passage.
+
+    Attributes:
+        is_shared: whether other passages rest that must not be disturbed.
+    """
+
+    is_shared = False
 
     def before_gather(self, unit: Unit) -> None:
         """A forward or a backward is about to need ``unit``; may let others run first."""
@@ -24,7 +33,14 @@ class Turns:
         """Whether a unit that has become idle stays gathered for others; whoever says so releases it later."""
         return False
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other passages rest that must not be disturbed."""
-        return False
+
+def refuse_inner_backward(name: str) -> NoReturn:
+    """Refuse a gradient of parameter ``name`` that a backward inside of ``compute_loss`` has brought.
+
+    Raises:
+        EngineStateError: always.
+    """
+    raise EngineStateError(
+        f"parameter {name}: got a gradient from a backward inside the compute_loss of accumulate(), which runs "
+        "backward itself: return the loss, and leave backward() and step() to the engine"
+    )
