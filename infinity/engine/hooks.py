@@ -207,7 +207,7 @@ class ModuleHooks:
             self._turns.before_gather(scope.unit)
         self._passage.running.append(scope)
         if scope.unit is not None:
-            self._use(scope.unit)
+            self._use(scope.unit, is_lent=False)
             if scope.unit.state is UnitState.RELEASED:
                 self._gatherer.bind(scope.unit)
         scope.pushed = self._saved.push()
@@ -281,12 +281,12 @@ class ModuleHooks:
         if unit.state is UnitState.RELEASED:
             self._gatherer.bind(unit)
         scope.lent.append(unit)
-        self._use(unit)
+        self._use(unit, is_lent=True)
 
-    def _use(self, unit: Unit) -> None:
+    def _use(self, unit: Unit, *, is_lent: bool) -> None:
         unit.forward_depth += 1
         if unit.forward_depth == 1 and not in_backward():
-            self._turns.note_use(unit)
+            self._turns.note_use(unit, is_lent=is_lent)
 
     def _hook_boundary(self, unit: Unit, inputs: Any, output: Any) -> None:
         """Mark where the unit's backward begins and ends."""

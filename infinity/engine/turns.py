@@ -26,8 +26,8 @@ class Turns:
     def after_gradient(self, part: Part, position: int) -> None:
         """It has been."""
 
-    def note_use(self, unit: Unit) -> None:
-        """A forward begins to use a unit that it did not use before."""
+    def note_use(self, unit: Unit, *, is_lent: bool) -> None:
+        """A forward begins to use a unit that it did not use before; ``is_lent``: until some later end."""
 
     def keeps(self, unit: Unit) -> bool:
         """Whether a unit that has become idle stays gathered for others; whoever says so releases it later."""

@@ -52,7 +52,9 @@ class _Member:
         passage: what the hooks know of it.
         num_uses: for each unit that its forward has used, how often.
         without_graph: units that it has used without recording a graph: for a reentrant checkpoint, perhaps.
-        delivered: the slots whose gradient it has brought, as part and position.
+        lent: units whose other uses meanwhile are not seen.
+        delivered: the slots whose gradient it has brought, as part and position, and whether the latest came of a
+            backward inside its own: that of a reentrant checkpoint.
         is_in_backward: whether its forward is over.
         has_ended: whether all is.
     """
@@ -62,7 +64,8 @@ class _Member:
     passage: Passage = field(default_factory=Passage)
     num_uses: dict[int, int] = field(default_factory=dict)
     without_graph: set[int] = field(default_factory=set)
-    delivered: set[tuple[int, int]] = field(default_factory=set)
+    lent: set[int] = field(default_factory=set)
+    delivered: dict[tuple[int, int], bool] = field(default_factory=dict)
     is_in_backward: bool = False
     has_ended: bool = False
 
@@ -73,8 +76,13 @@ class _Member:
         num_uses = self.num_uses.get(part.unit, 0)
         if self.is_in_backward and not num_uses:
             return True
-        may_bring_more = num_uses > 1 and part.unit in self.without_graph  # a backward inside for each recomputation
-        return (part.index, position) in self.delivered and not may_bring_more
+        came_inside = self.delivered.get((part.index, position))
+        if came_inside is None:
+            return False
+        # A reentrant checkpoint brings the gradients of each recomputation by itself.
+        if part.unit in self.lent:
+            return not (self.without_graph or came_inside)
+        return num_uses == 1 or not (part.unit in self.without_graph or came_inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +153,15 @@ class _VerticalTurns(Turns):
 
     def after_gradient(self, part: Part, position: int) -> None:
         """Whoever waits for it may go on."""
-        self._members[self.relay.current].delivered.add((part.index, position))
+        member = self._members[self.relay.current]
+        came_inside = member.passage.backward_task != torch._C._current_graph_task_id()
+        member.delivered[part.index, position] = came_inside
 
-    def note_use(self, unit: Unit) -> None:
+    def note_use(self, unit: Unit, *, is_lent: bool) -> None:
         """Remember which gradients may come of it."""
         member = self._members[self.relay.current]
+        if is_lent:
+            member.lent.add(unit.index)
         member.num_uses[unit.index] = member.num_uses.get(unit.index, 0) + 1
         if not torch.is_grad_enabled():
             member.without_graph.add(unit.index)
