@@ -197,10 +197,10 @@ def test_micro_batches_that_take_different_ways(ways: list[list[int]], precision
 
 
 def test_gradients_are_summed_in_the_order_of_micro_batches(tmp_path: Path) -> None:
-    """1e8 + 1 - 1e8 is 0 in this order only; backward comes to the first one's last."""
+    """1 + 1e8 - 1e8 is 0 in this order only; backward comes to the first one's last."""
 
     def script(trainer: Trainer) -> list[Any]:
-        batches = [([0, 1, 2, 3], 1e8), ([3, 1, 2, 0], 1.0), ([3, 2, 1, 0], -1e8)]
+        batches = [([0, 1, 2, 3], 1.0), ([3, 1, 2, 0], 1e8), ([3, 2, 1, 0], -1e8)]
 
         def loss(batch: tuple[list[int], float]) -> torch.Tensor:
             way, scale = batch
