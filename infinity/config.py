@@ -171,7 +171,7 @@ class Config(BaseModel):
     model is used, saved or given other gradients. ``None``, or with ``max_grad_norm`` or ``fp16``: nothing is
     stepped before ``step()``."""
 
-    accumulate: Literal["auto", "horizontal", "vertical"] = "auto"
+    accumulation: Literal["auto", "horizontal", "vertical"] = "auto"
     """How ``engine.accumulate`` runs micro-batches. ``"horizontal"``: one after the other; parameters move once for
     each. ``"vertical"``: each unit runs all of them before the next unit does, so that parameters move once per step,
     and the activations of all live at once. ``"auto"``: vertically where ``hbm`` does not hold all units. The numbers

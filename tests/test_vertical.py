@@ -49,7 +49,7 @@ def accumulate(batches: Batches, *, num_steps: int = 2, count: int = NUM_MICRO_B
 
 def vertical(case: Parity, config: Config) -> Engine:
     """Run and compare in the vertical schedule; the engine, closed."""
-    engine = case.check(config.model_copy(update={"accumulate": "vertical"}))
+    engine = case.check(config.model_copy(update={"accumulation": "vertical"}))
     assert engine.last_accumulation is not None
     assert engine.last_accumulation.schedule == "vertical"
     return engine
@@ -67,7 +67,7 @@ def test_every_kind_of_model(model: str, tmp_path: Path) -> None:
     fits_smallest = model not in SMALL_UNITS  # these read parameters that start-up cannot know of
     least = case.smallest(tmp_path) if fits_smallest else case.blockwise(tmp_path)
     once = vertical(case, least)
-    each = case.check(least.model_copy(update={"accumulate": "horizontal"}))
+    each = case.check(least.model_copy(update={"accumulation": "horizontal"}))
     assert num_gathers(once) < num_gathers(each) / 2
     case = Parity(make_model, adamw, accumulate(batches), "bf16")
     vertical(case, case.half(tmp_path))
@@ -79,7 +79,7 @@ def test_parameters_move_once_however_many_micro_batches(precision: str, tmp_pat
     for count in (2, 5):
         case = Parity(GPT, adamw, accumulate(models.tokens, count=count), precision)
         for schedule, seen in gathers.items():
-            seen.append(num_gathers(case.check(case.smallest(tmp_path, accumulate=schedule))))
+            seen.append(num_gathers(case.check(case.smallest(tmp_path, accumulation=schedule))))
     assert gathers["vertical"][0] == gathers["vertical"][1] < gathers["horizontal"][0] < gathers["horizontal"][1]
 
 
@@ -87,7 +87,7 @@ def test_parameters_move_once_however_many_micro_batches(precision: str, tmp_pat
 def test_recomputation(outer: models.Recompute, tmp_path: Path) -> None:
     case = Parity(lambda: GPT(outer, models.non_reentrant), adamw, accumulate(models.tokens))
     once = vertical(case, case.smallest(tmp_path))
-    assert num_gathers(once) < num_gathers(case.check(case.smallest(tmp_path, accumulate="horizontal"))) / 2
+    assert num_gathers(once) < num_gathers(case.check(case.smallest(tmp_path, accumulation="horizontal"))) / 2
     case = Parity(lambda: GPT(outer), adamw, accumulate(models.tokens), "bf16")
     vertical(case, case.blockwise(tmp_path))
 
@@ -205,7 +205,8 @@ def test_gradients_are_summed_in_the_order_of_micro_batches(tmp_path: Path) -> N
         def loss(batch: tuple[list[int], float]) -> torch.Tensor:
             way, scale = batch
             total: torch.Tensor = trainer.model(torch.ones(1, WIDTH), way) * 0
-            return total + trainer.model.get_submodule("layers.0.0")(torch.zeros(1, WIDTH)).sum() * scale
+            total = total + trainer.model.get_submodule("layers.0.0")(torch.zeros(1, WIDTH)).sum() * scale
+            return total
 
         seen = trainer.accumulate(batches, loss)
         trainer.step()
@@ -275,7 +276,7 @@ def test_autocast_in_the_loss_and_around_it(tmp_path: Path) -> None:
             return accumulate(models.tokens)(trainer)
 
     case = Parity(GPT, adamw, around)
-    engine = case.check(case.smallest(tmp_path, accumulate="vertical"))
+    engine = case.check(case.smallest(tmp_path, accumulation="vertical"))
     assert engine.last_accumulation is not None
     assert engine.last_accumulation.schedule == "horizontal"
     assert "autocast" in engine.last_accumulation.reason
@@ -319,14 +320,14 @@ def test_the_choice(tmp_path: Path) -> None:
         assert engine.last_accumulation.num_micro_batches == NUM_MICRO_BATCHES
         return engine.last_accumulation.schedule, engine.last_accumulation.reason
 
-    assert chosen()[0] == Fields.model_fields["accumulate"].default.replace("auto", "vertical")
-    assert chosen(accumulate="horizontal") == ("horizontal", "as configured")
+    assert chosen()[0] == Fields.model_fields["accumulation"].default.replace("auto", "vertical")
+    assert chosen(accumulation="horizontal") == ("horizontal", "as configured")
     engine = case.check(case.resident())
     assert engine.last_accumulation is not None
     assert engine.last_accumulation.schedule == "horizontal"
     assert "hbm holds all units" in engine.last_accumulation.reason
     case = Parity(GPT, adamw, accumulate(models.tokens, count=1))
-    engine = case.check(case.smallest(tmp_path, accumulate="vertical"))
+    engine = case.check(case.smallest(tmp_path, accumulation="vertical"))
     assert engine.last_accumulation is not None
     assert engine.last_accumulation.reason == "there is one micro-batch"
 
@@ -351,7 +352,7 @@ def start(directory: Path, schedule: str, **fields: Any) -> Engine:
     model, optimizer = build(GPT, momentum)
     model.eval()  # no dropout: what fails must not draw random numbers
     return infinity.initialize(
-        model, optimizer, Config(device="cpu", hbm="48KiB", ram="1MiB", nvme=directory, accumulate=schedule, **fields)
+        model, optimizer, Config(device="cpu", hbm="48KiB", ram="1MiB", nvme=directory, accumulation=schedule, **fields)
     )
 
 

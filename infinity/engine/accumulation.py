@@ -112,7 +112,7 @@ class Accumulation:
     """Chooses the schedule, and runs it.
 
     Args:
-        choice: ``Config.accumulate``.
+        choice: ``Config.accumulation``.
         horizontal: one schedule.
         vertical: the other.
         units: all units.

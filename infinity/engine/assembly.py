@@ -224,7 +224,7 @@ class Assembly(ABC):
         around = frozenset(unit.index for unit in self._units if any(m is self.module for _, m in unit.triggers))
         room = Room(config.hbm, self._plan.smallest_hbm(self.module)[0], around)
         self._accumulation = Accumulation(
-            config.accumulate,
+            config.accumulation,
             Horizontal(hooks, generators),
             Vertical(self._units, room, hooks, gradients, generators, device),
             self._units,

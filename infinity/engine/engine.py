@@ -48,7 +48,7 @@ class Engine(Assembly):
     def accumulate(
         self, micro_batches: Iterable[Any], compute_loss: Callable[[Any], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Run forward and backward of all micro-batches of a step, in the schedule that ``Config.accumulate`` names.
+        """Run forward and backward of all micro-batches of a step, in the schedule that ``Config.accumulation`` names.
 
         Vertically, ``compute_loss`` runs in one thread for each micro-batch, by turns, with the settings of the calling
         thread. In both schedules each micro-batch begins as after ``torch.manual_seed`` with a seed of its own, drawn

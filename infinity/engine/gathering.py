@@ -79,7 +79,7 @@ class Gatherer:
                 f"hbm is too small for what is in use at the same time: unit {unit.name} ({unit.num_bytes} bytes)"
                 + "".join(f", unit {other.name} ({other.num_bytes} bytes)" for other in others)
                 + f"; raise hbm to at least {unit.num_bytes + sum(other.num_bytes for other in others)}"
-                + (", or set accumulate='horizontal'" if self.turns.is_shared else "")
+                + (", or set accumulation='horizontal'" if self.turns.is_shared else "")
             ) from error
         unit.bind(buffer)
         self._saved.add(unit)

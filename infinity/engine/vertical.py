@@ -148,7 +148,7 @@ class _VerticalTurns(Turns):
         if any((part.index, position) in member.delivered for member in self._members[number + 1 :]):
             raise EngineStateError(
                 f"parameter {slot.name}: its gradient of micro-batch {number} came after that of a later one, so that "
-                "the sum would not be that of the horizontal schedule; set accumulate='horizontal'"
+                "the sum would not be that of the horizontal schedule; set accumulation='horizontal'"
             )
 
     def after_gradient(self, part: Part, position: int) -> None:

@@ -59,6 +59,7 @@ def memory_errors(settings: TrainSettings) -> Iterator[None]:
         state = "--layers or --hidden" if settings.plain else "--hbm or --ram"
         raise BudgetError(
             f"out of memory ({what}): activations and the text's batches come on top of the training state; lower "
-            f"--batch {settings.batch_size} (raise --accumulate instead), --seq {settings.seq_length} or {state}"
+            f"--batch {settings.batch_size} (raise --accumulate instead, with --accumulation horizontal), "
+            f"--seq {settings.seq_length} or {state}"
             f"{recompute}"
         ) from error

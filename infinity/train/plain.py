@@ -1,6 +1,6 @@
 """The same training in ordinary PyTorch, all state in memory: what infinity's numbers are compared with, bit by bit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -8,6 +8,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.precision import precision_of
 from infinity.trace import Recorder, StepStats, TierUsage
+from infinity.train.data import Batch
 
 
 class PlainTrainer:
@@ -34,6 +35,7 @@ class PlainTrainer:
         device: torch.device,
     ) -> None:
         self.module = module.to(device)
+        self._device = device
         self.max_grad_norm = config.max_grad_norm
         self.masters = list(module.parameters())
         self.mixed: list[tuple[nn.Parameter, nn.Parameter]] = []  # each bf16 parameter and its fp32 master
@@ -75,6 +77,21 @@ class PlainTrainer:
             assert parameter.grad is not None
             master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
             parameter.grad = None
+
+    def accumulate(
+        self, micro_batches: Iterable[Batch], compute_loss: Callable[[Batch], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Forward and backward of each micro-batch, which begins with a seed of its own; the losses."""
+        micro_batches = list(micro_batches)
+        seeds = torch.randint(2**63 - 1, (len(micro_batches),)).tolist()
+        losses, devices = [], [] if self._device.type == "cpu" else [self._device]
+        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+            for micro_batch, seed in zip(micro_batches, seeds, strict=True):
+                torch.manual_seed(seed)
+                loss = compute_loss(micro_batch)
+                self.backward(loss)
+                losses.append(loss.detach())
+        return losses
 
     @torch.no_grad()
     def step(self) -> None:

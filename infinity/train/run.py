@@ -13,6 +13,7 @@ from infinity.console.directories import nvme_directories
 from infinity.console.formats import format_bytes
 from infinity.console.interrupt import StopRequest
 from infinity.console.output import STANDARD_OUTPUT, check_output, write_json
+from infinity.errors import MicroBatchError
 from infinity.trace import Recorder, write_trace
 from infinity.train.data import Batch, Corpus, held_out_batches, load_corpus, training_batches
 from infinity.train.failures import memory_errors, refuse_divergence
@@ -145,11 +146,20 @@ def train_step(trainer: Trainer, micro_batches: list[Batch]) -> float:
     Returns:
         The mean loss.
     """
-    losses = []
-    for tokens, targets in micro_batches:
-        loss = trainer(tokens, targets)
+    losses: list[torch.Tensor] = []
+
+    def part_of_loss(micro_batch: Batch) -> torch.Tensor:
+        loss = trainer(*micro_batch)
         losses.append(loss.detach())
-        trainer.backward(loss / len(micro_batches))
+        return loss / len(micro_batches)
+
+    failure: BaseException | None = None
+    try:
+        trainer.accumulate(micro_batches, part_of_loss)
+    except MicroBatchError as error:
+        failure = error.__cause__  # its type says what to change
+    if failure is not None:
+        raise failure
     trainer.step()
     return sum(loss.item() for loss in losses) / len(losses)
 

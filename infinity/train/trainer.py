@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ import infinity
 from infinity.config import Config
 from infinity.errors import BudgetError, ConfigError
 from infinity.trace import Recorder, StepStats, TierUsage
+from infinity.train.data import Batch
 from infinity.train.model import GPT
 from infinity.train.plain import PlainTrainer
 from infinity.train.settings import TrainSettings
@@ -64,6 +65,15 @@ class Trainer(Protocol):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of ``loss`` to those of the step, in fp32."""
+
+    def accumulate(
+        self, micro_batches: Iterable[Batch], compute_loss: Callable[[Batch], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Forward and backward of each micro-batch; the losses.
+
+        Raises:
+            MicroBatchError: one failed; plain PyTorch raises what it failed with itself.
+        """
 
     def step(self) -> None:
         """Update the parameters and drop the gradients."""
