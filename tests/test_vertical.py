@@ -205,8 +205,8 @@ def test_gradients_are_summed_in_the_order_of_micro_batches(tmp_path: Path) -> N
         def loss(batch: tuple[list[int], float]) -> torch.Tensor:
             way, scale = batch
             total: torch.Tensor = trainer.model(torch.ones(1, WIDTH), way) * 0
-            total = total + trainer.model.get_submodule("layers.0.0")(torch.zeros(1, WIDTH)).sum() * scale
-            return total
+            again: torch.Tensor = trainer.model.get_submodule("layers.0.0")(torch.zeros(1, WIDTH))
+            return total + again.sum() * scale
 
         seen = trainer.accumulate(batches, loss)
         trainer.step()

@@ -1,10 +1,14 @@
 """``Backwards``: the backwards since the last step: which one runs, how many are over, which one is the last.
 
-As a rule one runs at a time. Several may take turns (``begin_several``): each has a number of its own, gradients are
-summed in the order of these numbers, and all are over together.
+Those inside ``uncounted`` only add gradients. As a rule one runs at a time. Several may take turns
+(``begin_several``): each has a number of its own, gradients are summed in the order of these numbers, and all are over
+together.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 from infinity.errors import EngineStateError
 
@@ -25,12 +29,13 @@ class Backwards:
         self._num_done = 0  # since the last step
         self._bringing: set[int] = set()  # those under way that have brought a gradient
         self._at_once = range(0)  # those that take turns
+        self._counts = True
 
     @property
     def is_final(self) -> bool:
         """Whether the one that runs, or has just ended, is the last before a step, or one of several that are."""
         num_open = len(self._at_once) or len(self._bringing)
-        return self._num_in_step is not None and self._num_done + num_open == self._num_in_step
+        return self._counts and self._num_in_step is not None and self._num_done + num_open == self._num_in_step
 
     @property
     def is_complete(self) -> bool:
@@ -44,7 +49,9 @@ class Backwards:
 
     @property
     def position(self) -> int:
-        """Which one of the step runs, counted from 1."""
+        """Which one of the step runs, counted from 1; 0 for one that is not counted."""
+        if not self._counts:
+            return 0
         return self._num_done + 1 + (self.current - self._at_once.start if self._at_once else 0)
 
     @property
@@ -55,6 +62,27 @@ class Backwards:
     def note_gradient(self) -> None:
         """The one that runs has brought a gradient."""
         self._bringing.add(self.current)
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """A context in which backwards are not counted, and none is the last."""
+        before, self._counts = self._counts, False
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    def refuse_uncounted(self, what: str) -> None:
+        """Refuse what belongs after all backwards of a step.
+
+        Raises:
+            EngineStateError: it is inside ``uncounted``.
+        """
+        if not self._counts:
+            raise EngineStateError(
+                f"{what}() was called inside engine.no_sync(), where backwards only add up; run the last backward of a "
+                "step, and the step, after the with-block"
+            )
 
     def begin_several(self, count: int) -> range:
         """So many take turns from now on. Returns their numbers: ``current`` is to be the one that runs."""
@@ -70,7 +98,7 @@ class Backwards:
         """The one that runs is over, completely or not; one of several is not over before all are."""
         if not self._at_once:
             self.current += 1
-            self._num_done += len(self._bringing)
+            self._num_done += len(self._bringing) if self._counts else 0
             self._bringing.clear()
 
     def end_step(self) -> None:
@@ -83,7 +111,7 @@ class Backwards:
         Raises:
             EngineStateError: ``count`` are too many.
         """
-        if self._num_in_step is not None and self._num_done + count > self._num_in_step:
+        if self._counts and self._num_in_step is not None and self._num_done + count > self._num_in_step:
             raise EngineStateError(
                 f"accumulate() got {count} micro-batches, but accumulation_steps={self._num_in_step} leaves "
                 f"{self._num_in_step - self._num_done} backwards until step(); give so many, call step() first, or "

@@ -45,6 +45,15 @@ class Engine(Assembly):
         self._check_usable()
         self._scaling.backward(loss, retain_graph=retain_graph)
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A context for all backwards of a step but the last, as in ``DistributedDataParallel``: gradients only add up.
+
+        Backwards inside are not counted in ``Config.accumulation_steps``. With ``accumulation_steps=1`` the one outside
+        is thus the last, under which steps begin, however many were before it. ``step()`` inside is refused.
+        """
+        self._check_usable()
+        return self._gradients.backwards.uncounted()
+
     def accumulate(
         self, micro_batches: Iterable[Any], compute_loss: Callable[[Any], torch.Tensor]
     ) -> list[torch.Tensor]:
@@ -278,6 +287,7 @@ class Engine(Assembly):
     def _begin_step(self) -> bool:
         self._check_open()
         self._accumulation.refuse_inside("step")
+        self._gradients.backwards.refuse_uncounted("step")
         self._hooks.refuse_inside("step")
         self._hooks.settle()
         self._gathered.check()
