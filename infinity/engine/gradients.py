@@ -209,6 +209,34 @@ class GradientSink:
         if not gradients.pending:
             self._close(part, gradients)
 
+    def replace(self, part: Part, position: int, gradient: torch.Tensor) -> None:
+        """Put a gradient (the slot's shape, the dtype that is stepped) in the place of what a slot has, if anything.
+
+        Raises:
+            EngineStateError: its step may have begun. Others as for ``arrive``.
+        """
+        slot = part.slots[position]
+        self._refuse_more(part, slot)
+        self.let_go()
+        gradients = self._gradients.setdefault(part.index, _Gradients(backward=self.backwards.current))
+        if part.sum_dtype == part.compute_dtype or gradients.kind == GRAD_SUM:
+            gradients.flat = self._pin(part, gradients)
+        elif gradients.exists:
+            gradients.flat = self._promote(part, gradients)
+        else:
+            gradients.flat, gradients.kind = self._put(part, GRAD_SUM, part.sum_dtype), GRAD_SUM
+        gradients.exists = True
+        self._open_parts[part.index] = part
+        for inverse in self._scaling.inverses:
+            gradient = gradient / inverse
+        slot.view(gradients.flat).copy_(gradient)
+        self._scaling.forget()
+        self._norms.forget(part, position)
+        gradients.scales.pop(position, None)
+        gradients.arrived[position] = self.backwards.current
+        self._placeholders.put(part, slot)
+        self._close(part, gradients)
+
     def let_go(self, *, but: Part | None = None) -> None:
         """Unpin every open shard but one; the next gradient of its part pins it again."""
         for part in [part for part in self._open_parts.values() if part is not but]:
@@ -221,9 +249,7 @@ class GradientSink:
 
     def clear_placeholders(self) -> None:
         """Take the placeholders off the parameters; what the user has put there stays."""
-        for slot in (slot for part in self._parts for slot in part.slots):
-            if self._placeholders.is_on(slot):
-                slot.param.grad = None
+        self._placeholders.clear()
 
     def discard(self) -> None:
         """Forget every gradient (``zero_grad``)."""

@@ -29,6 +29,12 @@ class Placeholders:
         known = self._made.get(slot.param)
         return known is not None and slot.param.grad is known.tensor
 
+    def clear(self) -> None:
+        """Take all of them off their parameters."""
+        for param, known in self._made.items():
+            if param.grad is known.tensor:
+                param.grad = None
+
     def refuse_change(self, slot: Slot) -> None:
         """Refuse a gradient that was written to while it was away.
 

@@ -157,9 +157,8 @@ class Values:
     def grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of the gradient as the step would take it, on the CPU; ``None`` if there is none.
 
-        It is in the dtype that is stepped, summed over backwards, without the loss scale, clipped if it was. To set
-        one, assign to ``param.grad`` (with ``fp16``: times ``engine.loss_scale``). That of a parameter which the
-        optimizer does not hold is what stands on ``param.grad``, as backward left it.
+        It is in the dtype that is stepped, summed over backwards, without the loss scale, clipped if it was. That of a
+        parameter which the optimizer does not hold is what stands on ``param.grad``, as backward left it.
 
         Raises:
             EngineStateError: it is no time to read.
@@ -176,6 +175,27 @@ class Values:
                     gradient.mul_(scale)
                 return gradient
         return None if param.grad is None else param.grad.detach().cpu().clone()
+
+    def set_grad(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Change the gradient that the step will take; what later backwards bring is added to it.
+
+        Args:
+            param: a parameter of the model.
+            value: of its shape, any dtype and device, without the loss scale; it is not clipped any more.
+
+        Raises:
+            EngineStateError: it is no time to write, or the step has begun under backward.
+            ModelError: the parameter is not the model's, or the value cannot be its gradient.
+            StorageError: a shard could not be read or written.
+        """
+        part, position = self._begin(param, "set_grad")
+        slot = part.slots[position]
+        value = check_tensor(f"gradient of parameter {slot.name}", value, slot.shape).detach()
+        with torch.inference_mode(False):
+            if part.stepped:
+                self._gradients.replace(part, position, value.to("cpu", part.step_dtype))
+            else:
+                param.grad = value.to(param, copy=True)
 
     def state(self, param: nn.Parameter, name: str) -> Any:
         """A copy of one of the optimizer's states of a parameter, such as ``exp_avg``, on the CPU.
