@@ -89,6 +89,29 @@ def materialize(tensor: Tensor) -> Tensor:
     Raises:
         ModelError: ``tensor`` has no record (it is real, or a plain meta tensor), or was changed after the context.
     """
+    return _replay(tensor, Bench())
+
+
+class Materializer:
+    """``materialize`` for one tensor after the other: what several in a row are parts of, as tiles are, is made once.
+
+    It holds that in memory until the next tensor that is no part of it.
+    """
+
+    def __init__(self) -> None:
+        self._bench = Bench()
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """As ``materialize``."""
+        value = _replay(tensor, self._bench)
+        with bare():
+            if value.nbytes == tensor.untyped_storage().nbytes():
+                self._bench = Bench()
+        return value
+
+
+def _replay(tensor: Tensor, bench: Bench) -> Tensor:
+    """The values of a deferred tensor, made on ``bench``."""
     with bare(), torch.inference_mode(False), torch.no_grad(), no_autocast():
         cell = cell_of(tensor)
         if cell is None:
@@ -104,7 +127,7 @@ def materialize(tensor: Tensor) -> Tensor:
                 f"materialize: the deferred {describe(tensor)} was changed in place after deferred_init() had ended, "
                 "which cannot be recorded; initialise the model inside the context"
             )
-        return _own(View.of(tensor, slot), Bench().contents(slot, cell.last))
+        return _own(View.of(tensor, slot), bench.contents(slot, cell.last))
 
 
 def _own(view: View, storage: torch.UntypedStorage) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from infinity.engine.deferred import materialize
+from infinity.engine.deferred import Materializer, materialize
 from infinity.engine.formats import Compute, FormatOf
 from infinity.engine.precision import Precision
 from infinity.engine.refusals import find_missing
@@ -161,6 +161,7 @@ class Loader:
         self._format_of = format_of
         self._state_format_of = state_format_of
         self._compute = compute
+        self._materialize = Materializer()
 
     def load(self, units: Sequence[Unit]) -> dict[int, PartState]:
         """Store every unit, one parameter's values at a time, leaving placeholders. Returns state found by part.
@@ -169,13 +170,16 @@ class Loader:
             ModelError: a parameter on the meta device has no recorded initialisation.
             StorageError: a shard could not be written.
         """
-        return {part.index: self._load_part(unit, part) for unit in units for part in unit.parts}
+        try:
+            return {part.index: self._load_part(unit, part) for unit in units for part in unit.parts}
+        finally:
+            self._materialize = Materializer()  # and free what the last one has made
 
     def _load_part(self, unit: Unit, part: Part) -> PartState:
         weights = self._format_of(part).create(self._store, part, _OWNER)
         self._loop.run(weights.pin())
         for position, slot in enumerate(part.slots):
-            value = materialize(slot.param) if slot.param.is_meta else slot.param.detach()
+            value = self._materialize(slot.param) if slot.param.is_meta else slot.param.detach()
             if not weights.write(position, value):
                 self._loop.run(weights.widen(self._compute))
                 weights.write(position, value)
