@@ -25,6 +25,10 @@ if TYPE_CHECKING:
         ShortTransferError,
         StorageError,
     )
+    from infinity.nn.embedding import TiledEmbedding
+    from infinity.nn.linear import TiledLinear
+    from infinity.nn.loss import tiled_cross_entropy
+    from infinity.nn.replace import tile_large_layers
     from infinity.trace.stats import RouteStats, StepStats, TierUsage, UnitStats
 
 __all__ = [
@@ -45,9 +49,13 @@ __all__ = [
     "StepStats",
     "StorageError",
     "TierUsage",
+    "TiledEmbedding",
+    "TiledLinear",
     "UnitStats",
     "deferred_init",
     "initialize",
+    "tile_large_layers",
+    "tiled_cross_entropy",
 ]
 
 __version__ = "0.1.0"
@@ -70,9 +78,13 @@ _HOMES = {
     "StepStats": "infinity.trace.stats",
     "StorageError": "infinity.errors",
     "TierUsage": "infinity.trace.stats",
+    "TiledEmbedding": "infinity.nn.embedding",
+    "TiledLinear": "infinity.nn.linear",
     "UnitStats": "infinity.trace.stats",
     "deferred_init": "infinity.engine.deferred",
     "initialize": "infinity.engine.initialize",
+    "tile_large_layers": "infinity.nn.replace",
+    "tiled_cross_entropy": "infinity.nn.loss",
 }
 
 

@@ -156,6 +156,11 @@ class Config(BaseModel):
     units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_one_name_is_a_list)] = "auto"
     """What is gathered together. ``"auto"`` finds repeated blocks; or class names of modules to take as units."""
 
+    tile_large_layers: bool = False
+    """At start, cut ``nn.Linear`` and ``nn.Embedding`` of more than a quarter of ``hbm`` into tiles that are gathered
+    one by one, in the model and in the optimizer's groups: see ``infinity.tile_large_layers``. Names and number of the
+    parameters change, and gradients of inputs are summed over tiles, which rounds them otherwise."""
+
     sub_group_bytes: Bytes | None = None
     """Largest state (parameters, master weights, gradients, optimizer states) that one optimizer sub-group may hold;
     a larger single parameter makes its own. ``None``: a sixteenth of ``ram`` within 32 and 256 MiB, but at most a

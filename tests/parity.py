@@ -28,6 +28,7 @@ import infinity
 from infinity.config import Config
 from infinity.engine import budget, saved
 from infinity.engine.budget import Plan, plan_for
+from infinity.engine.filled import filled
 from infinity.engine.shadow import probe
 
 MakeModel = Callable[[], nn.Module]
@@ -164,11 +165,8 @@ class Plain:
 
     def outcome(self, returned: Any) -> Outcome:
         computing = dict(self.model.state_dict())
-        masters = {param: master.detach() for param, master in self.masters.items()}
-        weights = {
-            name: masters.get(value, value.detach()) if isinstance(value, nn.Parameter) else value
-            for name, value in self.model.state_dict(keep_vars=True).items()
-        }
+        with filled(self.model.modules(), self.masters.get):
+            weights = dict(self.model.state_dict())
         return Outcome(returned, weights, computing, self.optimizer.state_dict(), torch.get_rng_state())
 
 

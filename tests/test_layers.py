@@ -15,6 +15,7 @@ _MAX_LINES = 400
 _ROOT = "__init__"
 _LAYERS = (
     {"config", "errors", "trace"},
+    {"nn"},
     {"io"},
     {"store"},
     {"engine"},

@@ -34,6 +34,7 @@ from infinity.engine.start import Loader, check_model, convert_buffers
 from infinity.engine.steps import OptimizerSteps
 from infinity.engine.stream import StepStream
 from infinity.engine.substep import SubGroupStepper
+from infinity.engine.tiling import tile_for_budget
 from infinity.engine.unit import PARAM
 from infinity.engine.values import Gathered, Values
 from infinity.engine.vertical import Room, Vertical
@@ -67,7 +68,10 @@ class Assembly(ABC):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
         check_model(model, optimizer)
-        precision_of(config).check(model)
+        precision = precision_of(config)
+        precision.check(model)
+        if config.tile_large_layers:
+            tile_for_budget(model, optimizer, config, precision)
         warn_of_excess()
         device = config.torch_device()
         self.module = model

@@ -25,6 +25,7 @@ from infinity.engine.partition import lay_out_units
 from infinity.engine.planar import with_planes
 from infinity.engine.precision import Precision, precision_of
 from infinity.engine.states import StateFormatOf, scratch_kind, states_as
+from infinity.engine.tiling import advice
 from infinity.engine.unit import GRAD, GRAD_SUM, Part, Unit, state_kind
 from infinity.engine.wrap import plan_units
 from infinity.errors import BudgetError
@@ -255,9 +256,11 @@ def plan_within(model: nn.Module, config: Config, device: torch.device, plan: Ca
     if not complaints:
         return fine
     hbm, ram = fine.needs(model, config, device)
+    largest = max(fine.smallest_hbm(model)[1], key=lambda unit: unit.num_bytes)
+    tiles = advice(model, largest, config, fine.precision) if largest.num_bytes > config.hbm else ""
     raise BudgetError(
         f"budgets too small for this model: {'; '.join(complaints)}. "
-        f"Smallest budgets that would do: hbm={hbm}, ram={ram} (bytes)"
+        f"Smallest budgets that would do: hbm={hbm}, ram={ram} (bytes){tiles}"
     )
 
 

@@ -11,6 +11,9 @@ Automatic units, in one walk over the module tree:
 * a parameter that modules of different units share (tied weights) in a unit of its own, which each of these modules
   gathers: its values exist once.
 
+However units are chosen, each tile of a tiled layer (``infinity/nn/tiles.py``) is a unit of its own, inside a block
+too: the block's unit is what is left, and how large a block is means its size without tiles.
+
 Every module that owns a parameter of a unit gathers it, not only the block: a submodule called by itself, or recomputed
 by a checkpoint inside a block, works.
 """
@@ -24,6 +27,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.nn.tiles import Tile
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LARGE_BYTES = 1 << 20
@@ -115,11 +119,14 @@ def _blocks(model: nn.Module, units: str | Sequence[str], max_unit_bytes: int) -
     def walk(name: str, module: nn.Module, is_block: bool) -> Iterator[tuple[str, nn.Module]]:
         if is_block:
             yield name, module
+            yield from ((path, each) for path, each in module.named_modules(prefix=name) if isinstance(each, Tile))
             return
         repeated = _repeated(module)
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
-            if units == "auto":
+            if isinstance(child, Tile):
+                chosen = True
+            elif units == "auto":
                 chosen = type(child) in repeated and _module_bytes(child) <= max_unit_bytes and not _is_stage(child)
             else:
                 chosen = type(child).__name__ in units
@@ -162,4 +169,7 @@ def _num_bytes(param: nn.Parameter) -> int:
 
 
 def _module_bytes(module: nn.Module) -> int:
-    return sum(_num_bytes(param) for param in module.parameters())
+    """What a module and those in it have, tiles left out; a parameter that several share once."""
+    owners = (each for each in module.modules() if not isinstance(each, Tile))
+    params = {param for owner in owners for param in owner._parameters.values() if param is not None}
+    return sum(map(_num_bytes, params))
