@@ -3,6 +3,7 @@
 The embedding, tied to the head, is much larger than a block. Untiled, device memory has to hold it whole, and host
 memory the state of its step. In tiles (``tile_large_layers=True``) a quarter of ``hbm`` is the most that a layer takes.
 All train on the same text in turn: each round some steps of each after one that does not count (``lib_training.py``).
+Beside the time of a step stand the seconds of processors that it takes, which other work on the machine changes little.
 
     python bench/tiling.py --nvme DIR [--vocab 32768] [--rounds 5] [--json FILE]
 """
@@ -13,6 +14,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     source = batches(arguments.work, arguments.vocab)
     runners: list[Runner] = []
     rounds: dict[str, list[list[Sample]]] = {name: [] for name in configs}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in configs}
     try:
         for number, (name, config) in enumerate(configs.items()):
             directory = arguments.nvme / str(number)
@@ -57,8 +60,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for number in range(arguments.rounds):
             chosen = [next(source) for _ in range(arguments.steps + 1)]
             for runner in runners if number % 2 else runners[::-1]:
+                begun = time.process_time()
                 rounds[runner.name].append(runner.train(chosen))
-        rows = [_row(runner, rounds[runner.name], rounds["untiled"], runners[0]) for runner in runners]
+                cpu_seconds[runner.name].append((time.process_time() - begun) / len(chosen))
+        rows = [
+            _row(runner, rounds[runner.name], rounds["untiled"], runners[0])
+            | {"cpu_seconds": spread(cpu_seconds[runner.name])}
+            for runner in runners
+        ]
     finally:
         for runner in runners:
             runner.trainer.close()
@@ -117,8 +126,8 @@ def print_table(document: dict[str, Any]) -> None:
         f"{document['rounds']} rounds of {document['steps_per_round']} steps (least-largest)"
     )
     print(
-        f"{'':16}{'hbm':>9}{'peak':>9}{'ram':>9}{'units':>6}{'step s':>20}{'x untiled':>20}{'read':>7}{'written':>8}"
-        f"{'stall s':>8}  largest difference of a loss"
+        f"{'':16}{'hbm':>9}{'peak':>9}{'ram':>9}{'units':>6}{'step s':>20}{'x untiled':>20}{'CPU s':>7}{'read':>7}"
+        f"{'written':>8}{'stall s':>8}  largest difference of a loss"
     )
     for row in document["rows"]:
         step, ratio = row["step_seconds"], row["over_untiled"]
@@ -127,6 +136,7 @@ def print_table(document: dict[str, Any]) -> None:
             f"{row['name']:16}{sizes}{row['units']:6d}"
             f"{step['median']:8.3f} ({step['min']:.2f}-{step['max']:.2f})"
             f"{ratio['median']:8.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})"
+            f"{row['cpu_seconds']['median']:7.2f}"
             f"{row['nvme_read_bytes'] / GB:6.2f}G{row['nvme_written_bytes'] / GB:7.2f}G{row['stall_seconds']:8.3f}  "
             f"{row['largest_loss_difference']:.1e}"
         )
