@@ -470,6 +470,27 @@ def test_a_layer_in_two_places_is_replaced_by_one() -> None:
         assert tile.weight.untyped_storage().nbytes() == tile.weight.nbytes
 
 
+def test_a_replaced_layer_that_is_held_elsewhere_refuses_to_be_called() -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 64)
+            self.order = [self.layer]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.order:
+                x = layer(x)
+            return x
+
+    model = Holding()
+    tile_large_layers(model, "1KiB")
+    assert not list(model.order[0].parameters()), "its memory is free"
+    with pytest.raises(
+        ModelError, match=r"this Linear was replaced by tile_large_layers\(\) and is no part of the model"
+    ):
+        model(torch.ones(1, 16))
+
+
 class _Odd(nn.Linear):
     pass
 

@@ -4,7 +4,7 @@ Layers of more than a quarter of ``hbm`` are replaced by tiled ones, so that a b
 that is fetched ahead fit. The optimizer's groups then hold the tiles' parameters where they held those of the layers,
 with the same hyper-parameters. That is done where nobody can tell the difference: an optimizer that already has state
 of such a layer is refused. What holds parameters elsewhere (a dictionary of the user's, an attribute of an optimizer's)
-cannot be seen; it finds parameters that no longer train.
+cannot be seen; it finds parameters that no longer train. A refusal that comes later at start leaves both in tiles.
 """
 
 from __future__ import annotations

@@ -5,15 +5,18 @@ weight are replaced together and share its tiles; a layer that stands in several
 one.
 
 Only ``nn.Linear`` and ``nn.Embedding`` themselves, as PyTorch made them, are replaced: what a class made from them, a
-hook, a parametrization or a method put onto the object does, a tiled layer would not do. One thing cannot be seen from
-here: code of the model that reads ``layer.weight`` itself. It finds no such attribute, and is told why.
+hook, a parametrization or a method put onto the object does, a tiled layer would not do. Two things cannot be seen from
+here. Code of the model that reads ``layer.weight`` itself finds no such attribute, and is told why. Code that holds the
+layer in a place of its own (a list, a closure) would go on to compute with what no longer trains: the layer that was
+replaced has no parameters any more, and refuses to be called.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
@@ -108,7 +111,18 @@ def replace_layers(
             if child in made:
                 parent._modules[child_name] = made[child]
                 names.append(f"{name}.{child_name}" if name else child_name)
+    for layer in made:
+        layer._parameters.clear()
+        vars(layer)["forward"] = functools.partial(_refuse_call, type(layer).__name__)
     return names, replaced
+
+
+def _refuse_call(kind: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ModelError(
+        f"this {kind} was replaced by tile_large_layers() and is no part of the model any more, but is still held in a "
+        "place that is no module's (a list, a closure, an attribute of another object) and called from there; take it "
+        "from the model instead, or tile layers before others hold them"
+    )
 
 
 def refuse_reason(layer: nn.Module) -> str | None:
