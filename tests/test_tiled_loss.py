@@ -19,6 +19,7 @@ from infinity import ModelError, TiledEmbedding, TiledLinear, tile_large_layers,
 from parity import Parity, Trainer, assert_same, build, tiny_scale
 from parity_models import GPT, WIDTH
 from test_parity import adamw, train
+from test_vertical import accumulate, num_gathers, vertical
 
 __all__ = ["tiny_scale"]
 
@@ -271,6 +272,13 @@ def test_training_with_it_is_that_of_plain_pytorch(
     case = Parity(make_model, adamw, train(models.tokens, num_steps=2, accumulate=2), precision)
     case.check(case.smallest(tmp_path, debug=True))
     case.check(case.resident())
+
+
+def test_micro_batches_go_through_tiles_unit_by_unit(tmp_path: Path) -> None:
+    case = Parity(in_tiles, adamw, accumulate(models.tokens, num_steps=1))
+    once = vertical(case, case.smallest(tmp_path))
+    each = case.check(case.smallest(tmp_path, accumulation="horizontal"))
+    assert num_gathers(once) < num_gathers(each) / 2
 
 
 def test_a_layer_serves_outside_of_the_models_forward_too(tmp_path: Path) -> None:
