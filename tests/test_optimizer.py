@@ -187,6 +187,25 @@ def test_states_differ_from_group_to_group_and_shape_to_shape(tmp_path: Path) ->
     case.check(case.smallest(tmp_path))
 
 
+def test_a_factored_moment_may_have_the_shape_of_its_parameter(tmp_path: Path) -> None:
+    class Token(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.randn(1, 1, 16))
+            self.layers = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x + self.token[0])  # type: ignore[no-any-return]
+
+    def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(model.parameters(), lr=0.01)
+
+    case = Parity(Token, adafactor, three_steps)
+    case.check(case.smallest(tmp_path))
+    model = Token()
+    assert probe(adafactor(model)).states[model.token] == ("col_var",)
+
+
 def test_looking_for_states_draws_no_random_numbers_and_changes_nothing() -> None:
     class Noisy(Counting):
         def update(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -61,11 +61,12 @@ class Traits:
 
 
 def probe(optimizer: torch.optim.Optimizer) -> Traits:
-    """Find out by stepping tiny parameters, one for each group and number of dimensions, on a shadow.
+    """Find out by stepping tiny parameters on a shadow, one for each group and shape in which 2 stands for more than 1.
 
+    Sizes of 1 stay, since a factored moment of a parameter that has some may have the parameter's own shape.
     Neither the user's optimizer nor the random state changes. One that cannot step them is taken to have two states.
     """
-    found: dict[tuple[int, int], tuple[str, ...]] = {}
+    found: dict[tuple[int, tuple[int, ...]], tuple[str, ...]] = {}
     states: dict[nn.Parameter, tuple[str, ...]] = {}
     is_serial = False
     for index, group in enumerate(optimizer.param_groups):
@@ -73,17 +74,20 @@ def probe(optimizer: torch.optim.Optimizer) -> Traits:
             if param.numel() <= 1:
                 states[param] = ()
                 continue
-            if (index, param.ndim) not in found:
-                found[index, param.ndim], serial = _probe(optimizer, index, param)
+            shape = tuple(min(size, 2) for size in param.shape)
+            if (index, shape) not in found:
+                found[index, shape], serial = _probe(optimizer, index, param, shape)
                 is_serial = is_serial or serial
             has = optimizer.state.get(param, {}).items()
             names = [name for name, value in has if isinstance(value, torch.Tensor) and value.shape == param.shape]
-            states[param] = tuple(dict.fromkeys([*found[index, param.ndim], *names]))
+            states[param] = tuple(dict.fromkeys([*found[index, shape], *names]))
     return Traits(states, is_serial)
 
 
-def _probe(optimizer: torch.optim.Optimizer, group: int, like: nn.Parameter) -> tuple[tuple[str, ...], bool]:
-    param = nn.Parameter(torch.ones((2,) * like.ndim, dtype=like.dtype), requires_grad=like.requires_grad)
+def _probe(
+    optimizer: torch.optim.Optimizer, group: int, like: nn.Parameter, shape: tuple[int, ...]
+) -> tuple[tuple[str, ...], bool]:
+    param = nn.Parameter(torch.ones(shape, dtype=like.dtype), requires_grad=like.requires_grad)
     param.grad = torch.ones_like(param)
     slot = Slot("probe", param, param.shape, param.stride(), 0)
     shadow = Shadow(optimizer)
