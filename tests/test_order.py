@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from infinity.engine.prefetch import Orders
 from infinity.store import order as module
-from infinity.store.order import Access, AccessOrder, Use
+from infinity.store.order import Access, AccessOrder, Recurrence, Use
 from infinity.store.ranking import Ranking
 from infinity.store.shard import ShardKey
 
@@ -184,6 +184,29 @@ def test_evaluation_between_two_steps_teaches_training_nothing() -> None:
     orders.training.end_cycle()
     assert list(orders.training.upcoming()) == expected
     assert orders.training.num_surprises == 0
+
+
+def test_what_a_lap_leaves_out_is_not_expected_until_it_happens_again() -> None:
+    order = order_of(*range(4))
+    steps = Recurrence(order, [(0, 4), (1, 4)])
+
+    def lap(*stepped: int) -> None:
+        for where in range(4):
+            order.access(gather(where))
+        for what in stepped:
+            steps.happened(what)
+        order.end_cycle()
+        steps.end_lap()
+
+    lap(0, 1)
+    assert list(steps.upcoming()) == [0, 1]
+    lap(0)
+    lap(0)
+    assert list(steps.upcoming()) == [0]
+    assert steps.distance(1) == math.inf
+    lap(0, 1)
+    assert list(steps.upcoming()) == [0, 1]
+    assert 4 <= steps.distance(0) < steps.distance(1) < 5, "a lap away, in the same order"
 
 
 def test_units_are_ranked_by_what_runs_now_and_shards_by_training() -> None:

@@ -20,7 +20,6 @@ import math
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from operator import itemgetter
 from typing import NamedTuple
 
 _MAX_RECORDED = 1 << 18
@@ -149,13 +148,10 @@ class Recurrence:
         self._due.move_to_end(what)
 
     def end_lap(self) -> None:
-        """A lap is over: what was left out of it is expected in the next."""
-        lap = len(self._order)
-        left_out = [what for what, due in self._due.items() if due < self._order.now - lap / 2]
-        if left_out and lap:
-            for what in left_out:
-                self._due[what] += lap
-            self._due = OrderedDict(sorted(self._due.items(), key=itemgetter(1)))
+        """A lap is over: what was left out of it is not expected in the next, until it happens again."""
+        half_a_lap_ago = self._order.now - len(self._order) / 2
+        for what in [what for what, due in self._due.items() if due < half_a_lap_ago]:
+            del self._due[what]
 
     def distance(self, what: int) -> float:
         """How far away it is, in accesses; 0 if it is late, infinite if nothing is known of it."""
