@@ -38,6 +38,9 @@ CPU = torch.device("cpu")
 ENOUGH: dict[str, Any] = {"device": "cpu", "hbm": "1MiB", "ram": "8MiB"}
 """Room for everything that any of the tiny models has."""
 
+_SCALER_FIELDS = {"init_scale": "initial_loss_scale", "growth_interval": "loss_scale_window"}
+"""What the configuration calls the settings of ``GradScaler``."""
+
 
 @pytest.fixture(autouse=True)
 def tiny_scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -56,6 +59,8 @@ class Trainer(Protocol):
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
+    @property
+    def grad_norm(self) -> torch.Tensor | None: ...
     def backward(self, loss: torch.Tensor) -> None: ...
     def clip(self, max_norm: float, norm_type: float = 2.0, params: Sequence[nn.Parameter] = ()) -> torch.Tensor: ...
     def accumulate(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> list[torch.Tensor]: ...
@@ -78,7 +83,7 @@ class Outcome:
 
 
 class Plain:
-    """Plain PyTorch. As under the engine, a step consumes the gradients."""
+    """Plain PyTorch. As under the engine, a step consumes the gradients, and clips them first if ``max_grad_norm``."""
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class Plain:
         scaler: dict[str, Any] | None = None,
         keep_fp32: tuple[str, ...] = (),
         accumulation_dtype: str = "fp32",
+        max_grad_norm: float | None = None,
     ) -> None:
         self._sums_alike = accumulation_dtype == "same"
         self.model = model
@@ -95,6 +101,8 @@ class Plain:
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         self.scaler = torch.amp.GradScaler("cpu", **(scaler or {}), enabled=precision == "fp16")
         self._is_unscaled = False
+        self._max_grad_norm = max_grad_norm
+        self._grad_norm: torch.Tensor | None = None
         if precision != "fp32":
             named = (*model.named_parameters(), *model.named_buffers())
             kept = {id(each) for name, each in named if any(fnmatch(name, pattern) for pattern in keep_fp32)}
@@ -103,6 +111,10 @@ class Plain:
             compute = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
             model._apply(lambda t: t.to(compute) if t.is_floating_point() and id(t) not in kept else t)
             model.register_forward_pre_hook(functools.partial(_cast_inputs, compute), with_kwargs=True)
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        return self._grad_norm
 
     def _master(self, param: nn.Parameter) -> nn.Parameter:
         master = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
@@ -141,7 +153,8 @@ class Plain:
         """Clip what is stepped, of all parameters or some."""
         self._unscale()
         stepped = [self.masters.get(param, param) for param in params or self.model.parameters()]
-        return torch.nn.utils.clip_grad_norm_(stepped, max_norm, norm_type)
+        self._grad_norm = torch.nn.utils.clip_grad_norm_(stepped, max_norm, norm_type)
+        return self._grad_norm
 
     def _unscale(self) -> None:
         self._take_gradients()
@@ -151,6 +164,8 @@ class Plain:
 
     def step(self) -> None:
         self._unscale()
+        if self._max_grad_norm is not None:
+            self.clip(self._max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self._is_unscaled = False
@@ -178,6 +193,10 @@ class Tiered:
         self.user = user
         self.model = engine.module
         self.optimizer: torch.optim.Optimizer = engine.optimizer
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        return self.engine.grad_norm
 
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss)
@@ -234,11 +253,13 @@ class Parity:
     scaler: dict[str, Any] | None = None
     keep_fp32: tuple[str, ...] = ()
     accumulation_dtype: str = "fp32"
+    max_grad_norm: float | None = None
     expected: Outcome = field(init=False)
 
     def __post_init__(self) -> None:
         made = build(self.make_model, self.make_optimizer)
-        plain = Plain(*made, self.precision, self.scaler, self.keep_fp32, self.accumulation_dtype)
+        settings = self.precision, self.scaler, self.keep_fp32, self.accumulation_dtype, self.max_grad_norm
+        plain = Plain(*made, *settings)
         self.expected = plain.outcome(self.script(plain))
 
     def check(self, config: Config, make_trainer: type[Tiered] = Tiered) -> infinity.Engine:
@@ -280,8 +301,9 @@ class Parity:
     @property
     def _numbers(self) -> dict[str, Any]:
         """The fields of the configuration that change numbers."""
-        names = ("precision", "keep_fp32", "accumulation_dtype")
-        return {name: getattr(self, name) for name in names}
+        names = ("precision", "keep_fp32", "accumulation_dtype", "max_grad_norm")
+        scaling = {_SCALER_FIELDS[name]: value for name, value in (self.scaler or {}).items()}
+        return {name: getattr(self, name) for name in names} | scaling
 
     def _fitting(self, **fields: Any) -> Config:
         """Budgets for whole blocks: the largest with all around it, and its step."""

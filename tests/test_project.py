@@ -134,7 +134,9 @@ def test_readme_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (tmp_path / "infinity-rank0").exists()
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/deviations.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/deviations.md", "docs/parity.md"]
+)
 def test_what_documents_refer_to_exists(document: str) -> None:
     text = _read(document)
     directory = (_REPOSITORY / document).parent
