@@ -16,7 +16,7 @@ import parity_models as models
 from families import Family
 from parity_models import VOCAB, WIDTH
 
-_SPECIAL = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+_SPECIAL = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
 _SMALL = {
     "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 32, "max_position_embeddings": 32, **_SPECIAL,
@@ -74,7 +74,7 @@ def generate(model: nn.Module) -> list[torch.Tensor]:
 _GPT2 = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": WIDTH, "n_layer": 2, "n_head": 2, **_SPECIAL}
 _T5 = {
     "vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
-    "decoder_start_token_id": 0, **_SPECIAL,
+    "decoder_start_token_id": 0, **_SPECIAL, "pad_token_id": 0,
 }  # fmt: skip
 _VIT = {
     "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 8,

@@ -61,6 +61,8 @@ class Trainer(Protocol):
 
     @property
     def grad_norm(self) -> torch.Tensor | None: ...
+    @property
+    def loss_scale(self) -> float: ...
     def backward(self, loss: torch.Tensor) -> None: ...
     def clip(self, max_norm: float, norm_type: float = 2.0, params: Sequence[nn.Parameter] = ()) -> torch.Tensor: ...
     def accumulate(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> list[torch.Tensor]: ...
@@ -115,6 +117,10 @@ class Plain:
     @property
     def grad_norm(self) -> torch.Tensor | None:
         return self._grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.get_scale()
 
     def _master(self, param: nn.Parameter) -> nn.Parameter:
         master = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
@@ -197,6 +203,10 @@ class Tiered:
     @property
     def grad_norm(self) -> torch.Tensor | None:
         return self.engine.grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        return self.engine.loss_scale
 
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss)

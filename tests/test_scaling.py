@@ -18,7 +18,7 @@ import parity_models as models
 from infinity import Config, ConfigError, Engine, EngineStateError, ModelError, NonFiniteError
 from infinity.engine.scaling import LossScaling
 from infinity.engine.weights import PartShelf
-from parity import Parity, Plain, Tiered, Trainer, build, tiny_scale
+from parity import Parity, Tiered, Trainer, build, tiny_scale
 from parity_models import GPT, non_reentrant, reentrant
 
 __all__ = ["tiny_scale"]
@@ -29,13 +29,6 @@ CONFIG: dict[str, Any] = {"initial_loss_scale": 2.0**13, "loss_scale_window": 2}
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def scale_of(trainer: Trainer) -> float:
-    if isinstance(trainer, Plain):
-        return trainer.scaler.get_scale()
-    assert isinstance(trainer, Tiered)
-    return trainer.engine.loss_scale
 
 
 def overflowing(
@@ -53,7 +46,7 @@ def overflowing(
             if max_norm is not None:
                 seen.append(trainer.clip(max_norm))
             trainer.step()
-            seen.append(scale_of(trainer))
+            seen.append(trainer.loss_scale)
         return seen
 
     return script
@@ -119,7 +112,7 @@ def test_every_norm_sees_overflows_of_elements_only(norm_type: float, tmp_path: 
             trainer.backward(loss * 1e5 if step == 1 else loss)
             seen.append(trainer.clip(0.5, norm_type))
             trainer.step()
-            seen.append(scale_of(trainer))
+            seen.append(trainer.loss_scale)
         return seen
 
     case = Parity(GPT, adamw, script, "fp16", SCALER)
