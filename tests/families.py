@@ -64,8 +64,10 @@ class Mixture(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.router = nn.Linear(WIDTH, num_experts, bias=False)
-        experts = (nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(num_experts))
-        self.experts = nn.ModuleList(experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 32, bias=False), nn.GELU(), nn.Linear(32, WIDTH, bias=False))
+            for _ in range(num_experts)
+        )
         self.chosen: set[int] = set()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -187,7 +189,7 @@ class Generator(nn.Module):
         return F.cross_entropy(self.logits(batch)[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def generate(model: nn.Module, num_tokens: int = 4) -> list[torch.Tensor]:
+def generate(model: nn.Module, num_tokens: int = 3) -> list[torch.Tensor]:
     """The tokens that are sampled after a prompt, the last logits, and the cache."""
     assert isinstance(model, Generator)
     [prompt] = models.tokens(77)

@@ -106,7 +106,7 @@ FAMILIES: dict[str, Family] = {
     "Bert": Family("masked language model, dropout", make("Bert", "ForMaskedLM", _SMALL), text_loss),
     "T5": Family("encoder and decoder, shared positions", make("T5", "ForConditionalGeneration", _T5), text_loss),
     "ViT": Family("image classification", make("ViT", "ForImageClassification", _VIT), image_loss),
-    "Mixtral": Family("a mixture of experts in three dimensions", make("Mixtral", "ForCausalLM", _EXPERTS), text_loss),
+    "Mixtral": Family("experts whose weights are one tensor", make("Mixtral", "ForCausalLM", _EXPERTS), text_loss),
     "Mamba": Family("a selective state space", make("Mamba", "ForCausalLM", _MAMBA), text_loss),
     "Phi": Family("attention and MLP side by side", make("Phi", "ForCausalLM", _SMALL), text_loss),
     "OPT": Family("learned positions", make("OPT", "ForCausalLM", _OPT), text_loss),
