@@ -297,12 +297,16 @@ class Parity:
         return whole.model_copy(update={"hbm": ByteSize(2 * whole.hbm), "ram": ByteSize(2 * whole.ram)})
 
     def half(self, nvme: Path, **fields: Any) -> Config:
-        """Host memory for half of the state."""
+        """Host memory for half of the state, or less: with less memory parts are smaller, and padding is more of it."""
         whole = self._fitting(nvme=nvme, **self._numbers, **fields)
-        model, optimizer = build(self.make_model, self.make_optimizer)
-        state_bytes = plan_of(model, optimizer, whole).state_bytes
-        ram = max(state_bytes // 2, whole.ram)
-        return whole.model_copy(update={"hbm": ByteSize(2 * whole.hbm), "ram": ByteSize(ram)})
+        config = whole.model_copy(update={"hbm": ByteSize(2 * whole.hbm), "ram": ByteSize(1 << 40)})
+        while True:
+            model, optimizer = build(self.make_model, self.make_optimizer)
+            plan = plan_of(model, optimizer, config)
+            ram = max(plan.state_bytes // 2, plan.needs(model, config, CPU)[1])
+            if ram >= config.ram:
+                return config
+            config = config.model_copy(update={"ram": ByteSize(ram)})
 
     def resident(self, nvme: Path | None = None, **fields: Any) -> Config:
         """Memory for everything."""

@@ -164,6 +164,9 @@ def run(known: Mapping[str, Family], row: Row, nvme: Path) -> None:
     check_strength(case, bound)
     engine = case.check(getattr(case, row["budgets"])(nvme, **SCHEDULES[row["schedule"]](int(row["backwards"]))))
     assert (engine.num_skipped_steps > 0) == (row["precision"] == "fp16")
+    assert engine.last_step is not None
+    moved_bytes = engine.last_step.nvme_read_bytes + engine.last_step.nvme_written_bytes
+    assert (moved_bytes > 0) == (row["budgets"] != "resident")
     assert list(nvme.iterdir()) == []
 
 
