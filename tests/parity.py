@@ -289,16 +289,16 @@ class Parity:
 
     def smallest(self, nvme: Path, **fields: Any) -> Config:
         """The smallest budgets that can train the model from NVMe."""
-        return smallest(self.make_model, self.make_optimizer, nvme=nvme, **self._numbers, **fields)
+        return smallest(self.make_model, self.make_optimizer, nvme=nvme, **{**self._numbers, **fields})
 
     def blockwise(self, nvme: Path, **fields: Any) -> Config:
         """Room for two of the largest units and two sub-groups: everything else is on NVMe."""
-        whole = self._fitting(nvme=nvme, **self._numbers, **fields)
+        whole = self._fitting(nvme=nvme, **{**self._numbers, **fields})
         return whole.model_copy(update={"hbm": ByteSize(2 * whole.hbm), "ram": ByteSize(2 * whole.ram)})
 
     def half(self, nvme: Path, **fields: Any) -> Config:
         """Host memory for half of the state, or less: with less memory parts are smaller, and padding is more of it."""
-        whole = self._fitting(nvme=nvme, **self._numbers, **fields)
+        whole = self._fitting(nvme=nvme, **{**self._numbers, **fields})
         config = whole.model_copy(update={"hbm": ByteSize(2 * whole.hbm), "ram": ByteSize(1 << 40)})
         while True:
             model, optimizer = build(self.make_model, self.make_optimizer)
