@@ -268,8 +268,7 @@ class Parity:
 
     def __post_init__(self) -> None:
         made = build(self.make_model, self.make_optimizer)
-        settings = self.precision, self.scaler, self.keep_fp32, self.accumulation_dtype, self.max_grad_norm
-        plain = Plain(*made, *settings)
+        plain = Plain(*made, self.precision, self.scaler, self.keep_fp32, self.accumulation_dtype, self.max_grad_norm)
         self.expected = plain.outcome(self.script(plain))
 
     def check(self, config: Config, make_trainer: type[Tiered] = Tiered) -> infinity.Engine:
