@@ -264,6 +264,7 @@ class PrefetchScheduler:
     def _begin_part(self, part: Part) -> None:
         """A sub-group's shards are in memory and it is being stepped: time to read the next ones."""
         self._orders.steps.happened(part.index)
+        self._complete_at = None  # one that had been left out may be expected again
         self._look_ahead()
 
     def end_cycle(self) -> None:
