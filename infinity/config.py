@@ -199,6 +199,14 @@ class Config(BaseModel):
     io_block_bytes: Annotated[ByteSize, BeforeValidator(_refuse_bool_bytes), Field(ge=4096)] = ByteSize(8 * _MIB)
     """Largest single system call, and the grain at which an urgent read overtakes a write."""
 
+    compile: bool = False
+    """Compile the forward of each block (``units``) with ``torch.compile``: the numbers of plain PyTorch whose blocks'
+    forwards are compiled. A block is then gathered whole, whatever ``hbm``, and may use its own modules only."""
+
+    compile_backend: str = "inductor"
+    """With ``compile``: which backend of ``torch.compile``. ``"inductor"`` needs a C++ compiler for the CPU, Triton for
+    accelerators; ``"aot_eager"`` needs nothing, and makes no kernels."""
+
     debug: bool = Field(default_factory=_debug_from_environment)
     """Fill released memory with NaN, so that any use after release shows. Also ``INFINITY_DEBUG=1``."""
 

@@ -195,6 +195,12 @@ def model_with_a_compiled_part() -> nn.Module:
     return model
 
 
+def model_with_a_compiled_forward() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].forward = torch.compile(model[1].forward, backend="eager")
+    return model
+
+
 def scripted() -> nn.Module:
     return nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
 
@@ -209,8 +215,9 @@ def replicated() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (compiled_model, r"model OptimizedModule is compiled: .*without torch\.compile\(\) and module\.compile\(\)"),
+        (compiled_model, r"model OptimizedModule is compiled: .*without torch\.compile\(\) .*Config\(compile=True\)"),
         (model_with_a_compiled_part, r"module 1 is compiled"),
+        (model_with_a_compiled_forward, r"module 1 is compiled"),
         (scripted, r"module 0 is TorchScript.*the module that it was made from"),
         (replicated, r"model DataParallel: DataParallel copies or synchronises.*\(\.module\)"),
     ],

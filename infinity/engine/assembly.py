@@ -17,6 +17,7 @@ from infinity.engine.accumulation import Accumulation, Horizontal
 from infinity.engine.activity import Activity
 from infinity.engine.budget import plan_for, plan_within
 from infinity.engine.clipping import Clipper
+from infinity.engine.compiled import CompiledBlocks, check_compiling
 from infinity.engine.gradients import GradientSink
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.loading import ModelLoader
@@ -39,6 +40,7 @@ from infinity.engine.unit import PARAM
 from infinity.engine.values import Gathered, Values
 from infinity.engine.vertical import Room, Vertical
 from infinity.engine.weights import WeightReader, hook_state_dicts
+from infinity.engine.wrap import find_blocks
 from infinity.engine.writer import WeightWriter
 from infinity.io.cores import warn_of_excess
 from infinity.io.numa import choose_placement
@@ -74,6 +76,7 @@ class Assembly(ABC):
             tile_for_budget(model, optimizer, config, precision)
         warn_of_excess()
         device = config.torch_device()
+        check_compiling(config, device)
         self.module = model
         self.config = config
         self.last_step: StepStats | None = None
@@ -257,6 +260,9 @@ class Assembly(ABC):
             self._steps,
             self._activity,
         )
+        if self.config.compile:
+            blocks = find_blocks(self.module, self.config.units)
+            resources.compiled = CompiledBlocks(blocks, self._units, self.config.compile_backend)
         self._reader = WeightReader(loop, self._store, self._parts, settled=self._steps.settle, **formats)
         resources.handles = hook_state_dicts(self.module, self._reader)
         self.values = Values(

@@ -27,7 +27,7 @@ from infinity.engine.precision import Precision, precision_of
 from infinity.engine.states import StateFormatOf, scratch_kind, states_as
 from infinity.engine.tiling import advice
 from infinity.engine.unit import GRAD, GRAD_SUM, Part, Unit, state_kind
-from infinity.engine.wrap import plan_units
+from infinity.engine.wrap import plan_compiled_units, plan_units
 from infinity.errors import BudgetError
 from infinity.store.shard import ShardKey
 
@@ -212,11 +212,12 @@ def plan_for(
         device: where it trains.
 
     Raises:
-        ConfigError: ``config.units`` names a class of which the model has no module.
+        ConfigError: ``config.units`` names a class of which the model has no module, or there is nothing to compile.
     """
     precision = precision_of(config)
+    divide = plan_compiled_units if config.compile else plan_units
     units = lay_out_units(
-        plan_units(model, config.units, max_unit_bytes=max(config.hbm // 2, 1)),
+        divide(model, config.units, max_unit_bytes=max(config.hbm // 2, 1)),
         stepped,
         precision,
         device,

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from infinity.engine.tracing import refuse_compiling
 from infinity.engine.unit import Unit
 from infinity.errors import ModelError
 
@@ -39,8 +40,10 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         unit = self._units.get(name)
-        if unit is not None and not unit.forward_depth:
-            self._on_read(unit)
+        if unit is not None:
+            refuse_compiling()
+            if not unit.forward_depth:
+                self._on_read(unit)
         return super().__getitem__(name)
 
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from infinity.engine.compiled import CompiledBlocks
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.lent import LentThread
 from infinity.engine.refusals import Refusals
@@ -39,6 +40,7 @@ class Resources:
         self.worker: Worker = LentThread() if device.type == "cpu" else OptimizerThread()
         self.loop.waiter = self.worker
         self.hooks: ModuleHooks | None = None
+        self.compiled: CompiledBlocks | None = None
         self.refusals: Refusals | None = None
         self.handles: list[Any] = []
         register_exit(self.close)
@@ -62,7 +64,9 @@ class Resources:
                 stack.callback(handle.remove)
             if self.hooks is not None:
                 stack.callback(self.hooks.remove)
+            if self.compiled is not None:
+                stack.callback(self.compiled.remove)
             if (stream := self.stream) is not None:
                 stack.callback(lambda: self.loop.run(stream.aclose()))
-            self.hooks = self.refusals = self.stream = self.device = self.store = self.nvme = None
+            self.hooks = self.compiled = self.refusals = self.stream = self.device = self.store = self.nvme = None
             self.handles = []

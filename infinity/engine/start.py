@@ -78,10 +78,12 @@ def _check_module(name: str, module: nn.Module) -> None:
         )
     if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         raise ModelError(f"{what}: sparse gradients are not supported; build it with sparse=False")
-    if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+    is_compiled = type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    if is_compiled or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
         raise ModelError(
             f"{what} is compiled: torch.compile keeps the memory of parameters, which come and go under the engine; "
-            "give infinity.initialize() the model without torch.compile() and module.compile()"
+            "give infinity.initialize() the model without torch.compile() and module.compile(), and have its blocks "
+            "compiled by Config(compile=True)"
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise ModelError(

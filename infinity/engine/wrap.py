@@ -21,6 +21,7 @@ by a checkpoint inside a block, works.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -50,13 +51,16 @@ class UnitPlan:
     triggers: list[tuple[str, nn.Module]] = field(default_factory=list)
 
 
-def plan_units(model: nn.Module, units: str | Sequence[str], *, max_unit_bytes: int) -> list[UnitPlan]:
+def plan_units(
+    model: nn.Module, units: str | Sequence[str], *, max_unit_bytes: int, max_block_bytes: float | None = None
+) -> list[UnitPlan]:
     """Divide a model's parameters into units.
 
     Args:
         model: the user's model.
         units: ``"auto"``, or the class names of the modules to take as blocks.
         max_unit_bytes: an automatic block larger than this is opened; positive.
+        max_block_bytes: the same limit for blocks alone, if it is another.
 
     Returns:
         The units in the order of their first parameter; every parameter is in exactly one.
@@ -67,7 +71,7 @@ def plan_units(model: nn.Module, units: str | Sequence[str], *, max_unit_bytes: 
     if units != "auto":
         _check_classes(model, units)
     modules = dict(model.named_modules())
-    blocks = dict(_blocks(model, units, max_unit_bytes))
+    blocks = dict(_blocks(model, units, max_unit_bytes if max_block_bytes is None else max_block_bytes))
     block_of = {name: _enclosing(name, blocks) for name in modules}
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in modules.items():
@@ -90,6 +94,42 @@ def plan_units(model: nn.Module, units: str | Sequence[str], *, max_unit_bytes: 
         known = {id(module) for _, module in plan.triggers}
         plan.triggers += [(owner, modules[owner]) for owner in owners[param] if id(modules[owner]) not in known]
     return list(plans.values())
+
+
+def plan_compiled_units(model: nn.Module, units: str | Sequence[str], *, max_unit_bytes: int) -> list[UnitPlan]:
+    """As ``plan_units``, for blocks whose forwards are compiled: what is compiled must not depend on budgets.
+
+    No block is opened, and every unit that a module of a block needs is gathered for the block itself.
+
+    Raises:
+        ConfigError: as for ``plan_units`` and ``find_blocks``.
+    """
+    plans = plan_units(model, units, max_unit_bytes=max_unit_bytes, max_block_bytes=math.inf)
+    for name, block in find_blocks(model, units).items():
+        inside = {id(module) for module in block.modules()}
+        for plan in plans:
+            triggers = {id(module) for _, module in plan.triggers}
+            if triggers & inside and id(block) not in triggers:
+                plan.triggers.insert(0, (name, block))
+    return plans
+
+
+def find_blocks(model: nn.Module, units: str | Sequence[str]) -> dict[str, nn.Module]:
+    """The modules whose forwards are compiled: all blocks, whatever their size, each once, by name.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    blocks: dict[int, tuple[str, nn.Module]] = {}
+    for name, block in _blocks(model, units, math.inf):
+        if not isinstance(block, Tile):  # its forward is a piece of another's
+            blocks.setdefault(id(block), (name, block))
+    if not blocks:
+        raise ConfigError(
+            f"compile: the {type(model).__name__} has no repeated blocks to compile; name the classes of the modules "
+            "to compile in units=, or leave compile out"
+        )
+    return dict(blocks.values())
 
 
 def _check_classes(model: nn.Module, units: Sequence[str]) -> None:
@@ -115,7 +155,7 @@ def _unit_of(
     return (owners[0] or _ROOT) if own >= _LARGE_BYTES else _REST
 
 
-def _blocks(model: nn.Module, units: str | Sequence[str], max_unit_bytes: int) -> Iterator[tuple[str, nn.Module]]:
+def _blocks(model: nn.Module, units: str | Sequence[str], max_block_bytes: float) -> Iterator[tuple[str, nn.Module]]:
     def walk(name: str, module: nn.Module, is_block: bool) -> Iterator[tuple[str, nn.Module]]:
         if is_block:
             yield name, module
@@ -127,7 +167,7 @@ def _blocks(model: nn.Module, units: str | Sequence[str], max_unit_bytes: int) -
             if isinstance(child, Tile):
                 chosen = True
             elif units == "auto":
-                chosen = type(child) in repeated and _module_bytes(child) <= max_unit_bytes and not _is_stage(child)
+                chosen = type(child) in repeated and _module_bytes(child) <= max_block_bytes and not _is_stage(child)
             else:
                 chosen = type(child).__name__ in units
             yield from walk(path, child, chosen)

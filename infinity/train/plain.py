@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.engine.compiled import check_compiling, compile_forward
 from infinity.engine.precision import precision_of
+from infinity.engine.wrap import find_blocks
 from infinity.trace import Recorder, StepStats, TierUsage
 from infinity.train.data import Batch
 
@@ -17,7 +19,7 @@ class PlainTrainer:
     Args:
         module: the model, real.
         learning_rate: AdamW's.
-        config: its precision, loss scale and ``max_grad_norm`` count.
+        config: its precision, loss scale, ``max_grad_norm`` and what is to be compiled count.
         device: where it computes.
     """
 
@@ -34,8 +36,11 @@ class PlainTrainer:
         config: Config,
         device: torch.device,
     ) -> None:
+        check_compiling(config, device)
         self.module = module.to(device)
         self._device = device
+        for block in find_blocks(module, config.units).values() if config.compile else ():
+            block.forward = compile_forward(block, config.compile_backend)
         self.max_grad_norm = config.max_grad_norm
         self.masters = list(module.parameters())
         self.mixed: list[tuple[nn.Parameter, nn.Parameter]] = []  # each bf16 parameter and its fp32 master
