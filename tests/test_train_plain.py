@@ -4,13 +4,15 @@ import os
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from infinity.config import Config, Precision
 from infinity.train.data import Batch
 from infinity.train.model import GPT, GPTShape
 from infinity.train.plain import PlainTrainer
 from infinity.train.run import train_step
-from infinity.train.trainer import deterministic_kernels
+from infinity.train.settings import TrainSettings
+from infinity.train.trainer import deterministic_kernels, make_trainer
 
 SHAPE = GPTShape(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=256)
 CPU = torch.device("cpu")
@@ -40,6 +42,23 @@ def test_a_run_is_bitwise_reproducible(precision: Precision, accumulate: int) ->
     for name, weight in first.state_dict().items():
         assert weight.dtype == torch.float32
         assert torch.equal(weight, second.state_dict()[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of dynamo
+def test_compiled_blocks_give_what_they_give_under_the_engine() -> None:
+    settings = TrainSettings(layers=2, hidden=32, heads=2, seq=16)
+    config = Config(device="cpu", hbm="2MiB", ram="16MiB", compile=True, compile_backend="aot_eager")
+    losses, num_graphs = [], []
+    for plain in (True, False):
+        torch._dynamo.reset()
+        counters.clear()
+        trainer = make_trainer(settings.model_copy(update={"plain": plain}), config, CPU)
+        losses.append([train_step(trainer, [batch]) for batch in batches(3)])
+        num_graphs.append(counters["stats"]["unique_graphs"])
+        trainer.close()
+    torch._dynamo.reset()
+    assert losses[0] == losses[1]
+    assert num_graphs == [1, 1]
 
 
 def test_it_learns_what_it_sees_again_and_again() -> None:
