@@ -21,7 +21,7 @@ import infinity
 import parity_models as models
 from infinity import BudgetError, Config, ConfigError, ModelError
 from infinity.engine.wrap import find_blocks
-from parity import ENOUGH, Parity, Trainer
+from parity import ENOUGH, Parity, Script, Trainer
 from parity import tiny_scale as tiny_scale
 from parity_models import GPT, WIDTH
 
@@ -67,7 +67,7 @@ def with_compiled_blocks(make: Make, backend: str) -> Make:
     return make_compiled
 
 
-def train(batches: Batches) -> Callable[[Trainer], list[torch.Tensor]]:
+def train(batches: Batches) -> Script:
     """Two steps of two backwards, and evaluation of both kinds between them."""
 
     def script(trainer: Trainer) -> list[torch.Tensor]:
@@ -88,22 +88,32 @@ def train(batches: Batches) -> Callable[[Trainer], list[torch.Tensor]]:
     return script
 
 
+def accumulate(trainer: Trainer) -> list[torch.Tensor]:
+    """Two steps of three micro-batches."""
+    losses = []
+    for step in range(2):
+        micro_batches = [models.tokens(3 * step + micro) for micro in range(3)]
+        losses += trainer.accumulate(micro_batches, lambda batch: trainer.model(*batch))
+        trainer.step()
+    return losses
+
+
 def compiled_case(
-    make: Make, batches: Batches, precision: str = "fp32", backend: str = "aot_eager"
+    make: Make, script: Script, precision: str = "fp32", backend: str = "aot_eager"
 ) -> tuple[Parity, int]:
     """The case, whose reference compiles its blocks, and how many graphs that took."""
-    case = Parity(with_compiled_blocks(make, backend), adam, train(batches), precision)
+    case = Parity(with_compiled_blocks(make, backend), adam, script, precision)
     case.make_model = make
     reference = num_graphs()
     start_afresh()
     return case, reference
 
 
-CASES: dict[str, tuple[Make, Batches]] = {
-    "gpt": (GPT, models.tokens),
-    "non-reentrant": (lambda: GPT(models.non_reentrant), models.tokens),
-    "recompute inside": (lambda: GPT(inner=models.non_reentrant), models.tokens),
-    "cnn": (models.CNN, models.images),
+CASES: dict[str, tuple[Make, Script]] = {
+    "gpt": (GPT, train(models.tokens)),
+    "non-reentrant": (lambda: GPT(models.non_reentrant), train(models.tokens)),
+    "recompute inside": (lambda: GPT(inner=models.non_reentrant), train(models.tokens)),
+    "cnn": (models.CNN, train(models.images)),
 }
 
 
@@ -116,6 +126,15 @@ def test_parity_with_compiled_blocks_and_no_more_graphs(name: str, precision: st
     case.check(case.smallest(tmp_path, **COMPILED, debug=True))
     case.check(case.half(tmp_path, **COMPILED, debug=True, accumulation_steps=2))
     case.check(case.resident(**COMPILED, overlap=False))
+    assert num_graphs() == reference
+
+
+@pytest.mark.parametrize("accumulation", ["horizontal", "vertical"])
+def test_parity_of_micro_batches_in_either_order(accumulation: str, tmp_path: Path) -> None:
+    case, reference = compiled_case(lambda: GPT(models.non_reentrant), accumulate)
+    engine = case.check(case.smallest(tmp_path, **COMPILED, debug=True, accumulation=accumulation))
+    assert engine.last_accumulation is not None
+    assert engine.last_accumulation.schedule == accumulation
     assert num_graphs() == reference
 
 
@@ -194,13 +213,13 @@ def lengths(seed: int) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("kind", ["tied", "shared", "breaks"])
 def test_parity_of_blocks_that_share_parameters_or_break_their_graph(kind: str, tmp_path: Path) -> None:
-    case, reference = compiled_case(lambda: Stack(kind), models.vectors)
+    case, reference = compiled_case(lambda: Stack(kind), train(models.vectors))
     case.check(case.smallest(tmp_path, **COMPILED, debug=True))
     assert num_graphs() == reference
 
 
 def test_parity_with_batches_of_several_sizes(tmp_path: Path) -> None:
-    case, reference = compiled_case(Stack, lengths)
+    case, reference = compiled_case(Stack, train(lengths))
     case.check(case.half(tmp_path, **COMPILED, debug=True))
     assert num_graphs() == reference
 
@@ -338,6 +357,6 @@ def compiler() -> str | None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parity_of_generated_kernels(precision: str, tmp_path: Path) -> None:
     """Dropout included: inductor draws random numbers of its own."""
-    case, reference = compiled_case(lambda: GPT(models.non_reentrant), models.tokens, precision, "inductor")
+    case, reference = compiled_case(lambda: GPT(models.non_reentrant), train(models.tokens), precision, "inductor")
     case.check(case.smallest(tmp_path, compile=True, debug=True))
     assert num_graphs() == reference
