@@ -161,6 +161,12 @@ class Config(BaseModel):
     one by one, in the model and in the optimizer's groups: see ``infinity.tile_large_layers``. Names and number of the
     parameters change, and gradients of inputs are summed over tiles, which rounds them otherwise."""
 
+    recompute: bool = False
+    """Keep no activations inside repeated blocks (or inside the modules that ``units`` names): compute them again in
+    backward, as ``torch.utils.checkpoint`` with ``use_reentrant=False`` does, with the same random numbers and
+    autocast. Less memory, a third more arithmetic. As there, a buffer that forward changes (BatchNorm's) is changed
+    twice. The rest of the model (embeddings, norms, heads) keeps what it saves."""
+
     sub_group_bytes: Bytes | None = None
     """Largest state (parameters, master weights, gradients, optimizer states) that one optimizer sub-group may hold;
     a larger single parameter makes its own. ``None``: a sixteenth of ``ram`` within 32 and 256 MiB, but at most a

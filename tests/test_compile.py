@@ -60,7 +60,7 @@ def with_compiled_blocks(make: Make, backend: str) -> Make:
 
     def make_compiled() -> nn.Module:
         model = make()
-        for block in find_blocks(model, "auto").values():
+        for block in find_blocks(model, "auto", setting="compile").values():
             block.forward = torch.compile(block.forward, backend=backend)
         return model
 

@@ -198,8 +198,8 @@ def test_a_file_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
 
 
 def test_flags_that_were_not_given_leave_the_defaults() -> None:
-    settings = TrainSettings(**given_fields(TrainSettings, flags_of(steps="7", recompute=True, data="text")))
-    assert settings == TrainSettings(steps=7, recompute=True, data=Path("text"))
+    settings = TrainSettings(**given_fields(TrainSettings, flags_of(steps="7", plain=True, data="text")))
+    assert settings == TrainSettings(steps=7, plain=True, data=Path("text"))
 
 
 def test_on_standard_output_there_is_only_the_document(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,11 +44,11 @@ def train(config: Config, **flags: Any) -> RunReport:
 def test_losses_and_weights_are_those_of_plain_pytorch(
     precision: str, accumulate: int, recompute: bool, tmp_path: Path
 ) -> None:
-    flags: dict[str, Any] = {"accumulate": accumulate, "recompute": recompute}
+    flags: dict[str, Any] = {"accumulate": accumulate}
     plain_file, tiered_file = tmp_path / "plain.safetensors", tmp_path / "tiered.safetensors"
-    budgets = Config(hbm=600 * KIB, ram=1000 * KIB, nvme=tmp_path / "nvme", precision=precision)
+    budgets = Config(hbm=600 * KIB, ram=1000 * KIB, nvme=tmp_path / "nvme", precision=precision, recompute=recompute)
     tiered = train(budgets, save=tiered_file, **flags)
-    plain = train(Config(precision=precision), save=plain_file, plain=True, **flags)
+    plain = train(Config(precision=precision, recompute=recompute), save=plain_file, plain=True, **flags)
     assert tiered.history.losses == plain.history.losses
     assert tiered.history.eval_losses == plain.history.eval_losses
     assert plain_file.read_bytes() == tiered_file.read_bytes()

@@ -27,6 +27,7 @@ from infinity.engine.optimizer_loading import OptimizerLoader
 from infinity.engine.precision import precision_of
 from infinity.engine.prefetch import BACKLOG_SHARE, Orders, PrefetchScheduler
 from infinity.engine.randomness import Generators
+from infinity.engine.recompute import Recomputation
 from infinity.engine.refusals import Refusals
 from infinity.engine.resources import Resources
 from infinity.engine.scaling import scaling_for
@@ -70,6 +71,7 @@ class Assembly(ABC):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
         check_model(model, optimizer)
+        recomputed = [*find_blocks(model, config.units, setting="recompute").values()] if config.recompute else []  # of the model as it came
         precision = precision_of(config)
         precision.check(model)
         if config.tile_large_layers:
@@ -104,6 +106,7 @@ class Assembly(ABC):
             self._build_steps(optimizer, overlaps=overlaps, num_backwards=num_backwards)
             self._take_over(optimizer, device)
             self._build_accumulation(device)
+            self._resources.handles.append(Recomputation(recomputed))
         except BaseException:
             self._resources.close()
             raise
@@ -261,7 +264,7 @@ class Assembly(ABC):
             self._activity,
         )
         if self.config.compile:
-            blocks = find_blocks(self.module, self.config.units)
+            blocks = find_blocks(self.module, self.config.units, setting="compile")
             resources.compiled = CompiledBlocks(blocks, self._units, self.config.compile_backend)
         self._reader = WeightReader(loop, self._store, self._parts, settled=self._steps.settle, **formats)
         resources.handles = hook_state_dicts(self.module, self._reader)

@@ -105,7 +105,7 @@ def plan_compiled_units(model: nn.Module, units: str | Sequence[str], *, max_uni
         ConfigError: as for ``plan_units`` and ``find_blocks``.
     """
     plans = plan_units(model, units, max_unit_bytes=max_unit_bytes, max_block_bytes=math.inf)
-    for name, block in find_blocks(model, units).items():
+    for name, block in find_blocks(model, units, setting="compile").items():
         inside = {id(module) for module in block.modules()}
         for plan in plans:
             triggers = {id(module) for _, module in plan.triggers}
@@ -114,20 +114,28 @@ def plan_compiled_units(model: nn.Module, units: str | Sequence[str], *, max_uni
     return plans
 
 
-def find_blocks(model: nn.Module, units: str | Sequence[str]) -> dict[str, nn.Module]:
-    """The modules whose forwards are compiled: all blocks, whatever their size, each once, by name.
+def find_blocks(model: nn.Module, units: str | Sequence[str], *, setting: str) -> dict[str, nn.Module]:
+    """The blocks of a model, whatever their size, each once, by name: repeated ones, or those that ``units`` names.
+
+    Args:
+        model: the user's model.
+        units: ``"auto"``, or class names.
+        setting: the field of ``Config`` that means them.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or ``units`` names a class of which the model has no module.
     """
+    if units != "auto":
+        _check_classes(model, units)
     blocks: dict[int, tuple[str, nn.Module]] = {}
     for name, block in _blocks(model, units, math.inf):
         if not isinstance(block, Tile):  # its forward is a piece of another's
             blocks.setdefault(id(block), (name, block))
     if not blocks:
         raise ConfigError(
-            f"compile: the {type(model).__name__} has no repeated blocks to compile; name the classes of the modules "
-            "to compile in units=, or leave compile out"
+            f"{setting}: expected a model with repeated blocks (modules of one class side by side in a ModuleList, "
+            f"ModuleDict or Sequential, with children of their own), but found none in {type(model).__name__}; name "
+            f"the classes of its blocks in units=, or leave {setting} out"
         )
     return dict(blocks.values())
 

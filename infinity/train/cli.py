@@ -17,12 +17,13 @@ from infinity.train.run import run
 from infinity.train.settings import TrainSettings
 
 _PANELS = {
-    "Model": ("layers", "hidden", "heads", "seq", "recompute"),
+    "Model": ("layers", "hidden", "heads", "seq"),
     "Text": ("data", "data_limit"),
     "Training": ("steps", "batch", "accumulate", "lr", "warmup", "seed", "eval_every", "eval_batches", "plain"),
     "Results": ("save", "json", "trace", "trace_steps"),
 }
 _ENGINE_PANEL = "Device, memory and disk (infinity.Config)"
+_CONFIG_PANELS = dict.fromkeys(Config.model_fields, _ENGINE_PANEL) | {"recompute": "Model"}
 
 CONFIG_DEFAULTS: dict[str, object] = {"hbm": "32MiB", "ram": "96MiB"}
 """Small enough that the default model's training state is several times larger than both together."""
@@ -81,7 +82,7 @@ _CONFIG_FILE = inspect.Parameter(
 main.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [
         *make_flags(TrainSettings, {name: panel for panel, names in _PANELS.items() for name in names}),
-        *make_flags(Config, _ENGINE_PANEL, defaults=CONFIG_DEFAULTS, docs=_CONFIG_DOCS),
+        *make_flags(Config, _CONFIG_PANELS, defaults=CONFIG_DEFAULTS, docs=_CONFIG_DOCS),
         _CONFIG_FILE,
     ]
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from infinity.config import Config
 from infinity.errors import BudgetError, InfinityError
 from infinity.train.history import History
 from infinity.train.settings import TrainSettings
@@ -41,7 +42,7 @@ def refuse_divergence(history: History, settings: TrainSettings) -> None:
 
 
 @contextlib.contextmanager
-def memory_errors(settings: TrainSettings) -> Iterator[None]:
+def memory_errors(settings: TrainSettings, config: Config) -> Iterator[None]:
     """Say what to lower where memory outside the budgets, above all for activations, is not to be had.
 
     Raises:
@@ -55,7 +56,7 @@ def memory_errors(settings: TrainSettings) -> Iterator[None]:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not _NO_HOST_MEMORY.search(str(error)):
             raise
         what = re.sub(r"^\[enforce fail[^]]*\] err == 0\. ", "", str(error).partition("\n")[0]) or type(error).__name__
-        recompute = "" if settings.recompute else ", or give --recompute"
+        recompute = "" if config.recompute else ", or give --recompute"
         state = "--layers or --hidden" if settings.plain else "--hbm or --ram"
         raise BudgetError(
             f"out of memory ({what}): activations and the text's batches come on top of the training state; lower "

@@ -39,7 +39,7 @@ class PlainTrainer:
         check_compiling(config, device)
         self.module = module.to(device)
         self._device = device
-        for block in find_blocks(module, config.units).values() if config.compile else ():
+        for block in find_blocks(module, config.units, setting="compile").values() if config.compile else ():
             block.forward = compile_forward(block, config.compile_backend)
         self.max_grad_norm = config.max_grad_norm
         self.masters = list(module.parameters())

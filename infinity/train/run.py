@@ -63,7 +63,7 @@ def run(
         if not settings.plain:
             stack.enter_context(nvme_directories(config.nvme, display.say))
         stack.enter_context(deterministic_kernels(device))
-        stack.enter_context(memory_errors(settings))
+        stack.enter_context(memory_errors(settings, config))
         trainer = make_trainer(settings, config, device)
         stack.callback(trainer.close)
         stack.callback(stop.shield)

@@ -38,9 +38,6 @@ class TrainSettings(BaseModel):
     seq_length: Count = Field(default=128, alias="seq")
     """Tokens (bytes of text) per sequence."""
 
-    recompute: bool = False
-    """Keep no activations inside a block: compute them again in backward. Less memory, a third more arithmetic."""
-
     data: Path | None = None
     """Text to train on: a file, or a directory with all its text files. None: the sources of Python's standard
     library."""
@@ -116,5 +113,4 @@ class TrainSettings(BaseModel):
             num_heads=self.num_heads,
             seq_length=self.seq_length,
             vocab_size=VOCAB_SIZE,
-            recompute=self.recompute,
         )

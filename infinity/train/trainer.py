@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -102,7 +103,7 @@ def make_trainer(settings: TrainSettings, config: Config, device: torch.device) 
     config = _with_accumulation(config, settings)
     if settings.plain:
         return PlainTrainer(
-            GPT(settings.shape()),
+            GPT(dataclasses.replace(settings.shape(), recompute=config.recompute)),
             learning_rate=settings.learning_rate,
             config=_for_plain(config),
             device=device,
