@@ -167,6 +167,12 @@ class Config(BaseModel):
     autocast. Less memory, a third more arithmetic. As there, a buffer that forward changes (BatchNorm's) is changed
     twice. The rest of the model (embeddings, norms, heads) keeps what it saves."""
 
+    activation_bytes: Bytes = ByteSize(0)
+    """Keep tensors that autograd saves for backward, of 64 KiB and more, in ``ram`` and on ``nvme`` instead of where
+    they are computed, up to so many bytes; these are reserved on ``nvme`` at start (without ``nvme``: of ``ram``,
+    beside all state). What finds no room stays where it is; ``engine.usage()["activations"]`` tells how much was used.
+    0: all stay."""
+
     sub_group_bytes: Bytes | None = None
     """Largest state (parameters, master weights, gradients, optimizer states) that one optimizer sub-group may hold;
     a larger single parameter makes its own. ``None``: a sixteenth of ``ram`` within 32 and 256 MiB, but at most a

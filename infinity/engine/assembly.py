@@ -14,6 +14,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.account import StepAccount
 from infinity.engine.accumulation import Accumulation, Horizontal
+from infinity.engine.activations import ActivationShards, Offload
 from infinity.engine.activity import Activity
 from infinity.engine.budget import plan_for, plan_within
 from infinity.engine.clipping import Clipper
@@ -30,6 +31,7 @@ from infinity.engine.randomness import Generators
 from infinity.engine.recompute import Recomputation
 from infinity.engine.refusals import Refusals
 from infinity.engine.resources import Resources
+from infinity.engine.saved import Keeper, KeepInPlace
 from infinity.engine.scaling import scaling_for
 from infinity.engine.shadow import probe
 from infinity.engine.start import Loader, check_model, convert_buffers
@@ -145,7 +147,7 @@ class Assembly(ABC):
             resources.nvme = resources.loop.run(
                 NvmeTier.open(
                     config.nvme,
-                    capacity_bytes=self._plan.nvme_bytes,
+                    capacity_bytes=self._plan.nvme_bytes + config.activation_bytes,
                     backend_name=config.io_backend,
                     num_threads=config.io_num_threads,
                     block_bytes=config.io_block_bytes,
@@ -163,6 +165,7 @@ class Assembly(ABC):
             pin=device.type == "cuda",
             poison=config.debug,
         )
+        self._activations = ActivationShards(store, orders, config.activation_bytes)
         if device.type == "cpu":
             resources.device = ArenaDevice(
                 config.hbm, store, distance=orders.unit_distance, poison=config.debug, placement=placement
@@ -244,6 +247,20 @@ class Assembly(ABC):
             generators,
         )
 
+    def _keeper(self) -> Keeper:
+        """What keeps tensors that autograd saves."""
+        if not self.config.activation_bytes:
+            return KeepInPlace()
+        return Offload(
+            self._resources.loop,
+            self._store,
+            self._activations,
+            self._activity,
+            self._scheduler.statistics,
+            staying=self.module.buffers(),
+            let_go=self._gradients.let_go,
+        )
+
     def _take_over(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         """Move the model's values and the optimizer's state into the tiers, and hook both."""
         loop, resources, plan, stepper = self._resources.loop, self._resources, self._plan, self._stepper
@@ -262,6 +279,7 @@ class Assembly(ABC):
             functools.partial(check_forward, self._gathered, self._steps),
             self._steps,
             self._activity,
+            self._keeper(),
         )
         if self.config.compile:
             blocks = find_blocks(self.module, self.config.units, setting="compile")

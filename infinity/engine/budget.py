@@ -165,9 +165,11 @@ class Plan:
             complaints.append(f"hbm={_size(config.hbm)}, but units in use at the same time need {_size(hbm)} ({names})")
         if ram > config.ram:
             complaints.append(f"ram={_size(config.ram)}, but {self._ram_arithmetic(ram)}")
-        if not config.nvme and self._resident_bytes > config.ram:
+        resident = self._resident_bytes + config.activation_bytes
+        if not config.nvme and resident > config.ram:
+            of_it = f", activation_bytes {_size(config.activation_bytes)} of it" if config.activation_bytes else ""
             complaints.append(
-                f"ram={_size(config.ram)} and no nvme, but all state takes {_size(self._resident_bytes)}; "
+                f"ram={_size(config.ram)} and no nvme, but all state takes {_size(resident)}{of_it}; "
                 "give nvme= directories or more ram"
             )
         return complaints
@@ -175,7 +177,8 @@ class Plan:
     def needs(self, model: nn.Module, config: Config, device: torch.device) -> tuple[int, int]:
         """The smallest device and host budgets for this plan."""
         ram = self.smallest_ram(uploads=device.type != "cpu")
-        return self.smallest_hbm(model)[0], ram if config.nvme else max(ram, self._resident_bytes)
+        resident = self._resident_bytes + config.activation_bytes
+        return self.smallest_hbm(model)[0], ram if config.nvme else max(ram, resident)
 
     @property
     def _resident_bytes(self) -> int:

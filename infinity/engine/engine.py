@@ -186,13 +186,17 @@ class Engine(Assembly):
             self._resources.loop.run(residency.quiesce())
 
     def usage(self) -> dict[str, TierUsage]:
-        """What each tier holds now, held at most, and may hold: ``"device"``, ``"host"``, ``"nvme"``."""
+        """What each tier holds now, held at most, and may hold: ``"device"``, ``"host"``, ``"nvme"``.
+
+        And what of the last two is for ``"activations"`` (``Config.activation_bytes``).
+        """
         self._check_usable()
         nvme = self._store.nvme
         return {
             "device": self._device.usage(),
             "host": self._store.host.usage(),
             "nvme": TierUsage(0, 0, 0) if nvme is None else nvme.usage(),
+            "activations": self._activations.usage(),
         }
 
     @property

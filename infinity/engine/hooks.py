@@ -35,7 +35,7 @@ from infinity.engine.passage import Passage, in_backward
 from infinity.engine.precision import Precision
 from infinity.engine.prefetch import PrefetchScheduler
 from infinity.engine.reads import unwatch_reads, watch_reads
-from infinity.engine.saved import SavedTensors
+from infinity.engine.saved import Keeper, SavedTensors
 from infinity.engine.scope import Scope, is_on_stack
 from infinity.engine.steps import OptimizerSteps
 from infinity.engine.tracing import refuse_tracing
@@ -57,6 +57,7 @@ class ModuleHooks:
         check: called before a forward of the whole model, or of a part of it; raises where there must be none.
         steps: begins steps under backward.
         activity: told what runs.
+        keeper: keeps what autograd saves and is no weight.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ModuleHooks:
         check: Callable[[], None],
         steps: OptimizerSteps,
         activity: Activity,
+        keeper: Keeper,
     ) -> None:
         self._units = units
         self._scheduler = scheduler
@@ -77,7 +79,7 @@ class ModuleHooks:
         self._check = check
         self._steps = steps
         self._activity = activity
-        self._saved = SavedTensors(self._hold_for_node)
+        self._saved = SavedTensors(self._hold_for_node, keeper)
         self._gatherer = Gatherer(units, scheduler, gradients, self._saved, check, self._has_been_released)
         self._passage = self._gatherer.passage
         self._saved.outer = self._passage.outer_hooks

@@ -28,10 +28,10 @@ import torch
 
 from infinity.engine.activity import Activity
 from infinity.engine.stream import StepStream
-from infinity.engine.unit import GRAD, GRAD_SUM, PARAM, Part, Unit
+from infinity.engine.unit import ACTIVATION, GRAD, GRAD_SUM, PARAM, Part, Unit
 from infinity.store.device import DeviceTier
 from infinity.store.loop import LoopThread
-from infinity.store.order import Access, AccessOrder, Recurrence, Use
+from infinity.store.order import Access, AccessOrder, Recurrence, Reversal, Use
 from infinity.store.pool import StreamEvent
 from infinity.store.residency import State
 from infinity.store.shard import ShardKey
@@ -62,6 +62,7 @@ class Orders:
         under_backward: whether steps begin there.
 
     Attributes:
+        activations: those that are away; they are used before their unit is gathered next, the latest first.
         look_ahead: called when memory may have room for more; the scheduler's, once there is one.
     """
 
@@ -80,6 +81,7 @@ class Orders:
         self.training = AccessOrder(self._keys_of)
         self.evaluation = AccessOrder(self._keys_of)
         self.current = self.training
+        self.activations = Reversal(self.training)
         self.look_ahead: Callable[[], None] = lambda: None
         forward = [Access(Use.GATHER, unit.index) for unit in units]
         backward = [
@@ -102,6 +104,8 @@ class Orders:
 
     def shard_distance(self, key: ShardKey) -> float:
         """How far away training's, or the optimizer's, next use of a shard is."""
+        if key.kind == ACTIVATION:
+            return self.activations.distance(key)
         part = self._part_of[key.unit, key.part]
         return min(self.training.distance(key), self.steps.distance(part))
 

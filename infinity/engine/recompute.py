@@ -2,9 +2,9 @@
 
 Each block runs under ``torch.utils.checkpoint`` (``use_reentrant=False``): what autograd saves inside it is dropped,
 and computed again in backward. The call of the module is what runs there, its hooks included, exactly as if the model
-had called ``checkpoint(block, ...)`` itself. So the engine's own hooks gather the block's unit for the recomputation too,
-and nothing else in the engine knows of it. Without gradients (evaluation, a reentrant checkpoint's forward) a block
-runs as it is.
+had called ``checkpoint(block, ...)`` itself. So the engine's own hooks gather the block's unit for the recomputation
+too, and nothing else in the engine knows of it. Without gradients (evaluation, a reentrant checkpoint's forward) a
+block runs as it is.
 
 How: ``nn.Module`` looks ``_call_impl`` up on the object, which ``refusals.py`` uses for other names in the same way.
 Rejected: a module around each block (changes names and types that are the user's); replacing ``forward`` (the hooks

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -49,11 +49,56 @@ class _Handle:
     neg: bool
 
 
-class _Kept(NamedTuple):
-    """Any other saved tensor, with its version counter at the time."""
+class Kept(Protocol):
+    """Any other saved tensor, wherever it is."""
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            EngineStateError: it was changed in place.
+        """
+
+
+class Keeper(Protocol):
+    """Keeps saved tensors that are no weights."""
+
+    def keep(self, tensor: torch.Tensor, unit: Unit | None) -> Kept:
+        """Take a tensor that is saved after ``unit`` was gathered; ``None`` before the first."""
+
+
+class InPlace(NamedTuple):
+    """A saved tensor that stays where it is, with its version counter at the time."""
 
     tensor: torch.Tensor
     version: int
+
+    def unpack(self) -> torch.Tensor:
+        """See ``Kept``."""
+        refuse_change(self.tensor, self.version, self.tensor.shape)
+        return self.tensor
+
+
+class KeepInPlace:
+    """Leaves saved tensors where they are, as PyTorch does."""
+
+    def keep(self, tensor: torch.Tensor, unit: Unit | None) -> Kept:
+        """See ``Keeper``."""
+        # Not the tensor itself: a saved output would keep its own node alive for ever.
+        return InPlace(tensor.detach(), tensor._version)
+
+
+def refuse_change(tensor: torch.Tensor, version: int, shape: torch.Size) -> None:
+    """Refuse a saved tensor of ``shape`` whose version counter, which ``tensor`` shares, has gone on.
+
+    Raises:
+        EngineStateError: it has.
+    """
+    if tensor._version != version:
+        raise EngineStateError(
+            f"a tensor of shape {tuple(shape)} that backward needs was changed in place after forward had used it: it "
+            f"is at version {tensor._version}, expected {version}; change a copy"
+        )
 
 
 class _Outer(NamedTuple):
@@ -68,19 +113,23 @@ class SavedTensors:
 
     Args:
         hold: makes a unit gathered; if ``reads``, keeps it so while the node that runs now does.
+        keeper: keeps what is no weight and belongs to no hooks outside.
 
     Attributes:
         outer: the hooks that were in force before each of ours, in the passage that runs.
     """
 
-    def __init__(self, hold: Callable[[Unit, bool], None]) -> None:
+    def __init__(self, hold: Callable[[Unit, bool], None], keeper: Keeper | None = None) -> None:
         self._hold = hold
+        self._keeper = keeper or KeepInPlace()
+        self._latest: Unit | None = None
         self._gathered: dict[int, Unit] = {}  # by address of the gathered buffer
         self.outer: list[Hooks | None] = []
 
     def add(self, unit: Unit) -> None:
         """A unit has been gathered."""
         assert unit.buffer is not None
+        self._latest = unit
         self._gathered[unit.buffer.untyped_storage().data_ptr()] = unit
 
     def remove(self, unit: Unit) -> None:
@@ -137,21 +186,15 @@ class SavedTensors:
         if outer is not None:
             pack, unpack = outer
             return _Outer(unpack, pack(tensor))
-        # Not the tensor itself: a saved output would keep its own node alive for ever.
-        return _Kept(tensor.detach(), tensor._version)
+        return self._keeper.keep(tensor, self._latest)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Handle):
             return self._unpack_handle(packed)
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
-        assert isinstance(packed, _Kept)
-        if packed.tensor._version != packed.version:
-            raise EngineStateError(
-                f"a tensor of shape {tuple(packed.tensor.shape)} that backward needs was changed in place after forward"
-                f" had used it: it is at version {packed.tensor._version}, expected {packed.version}; change a copy"
-            )
-        return packed.tensor
+        tensor: torch.Tensor = packed.unpack()
+        return tensor
 
     def _unpack_handle(self, handle: _Handle) -> torch.Tensor:
         unit = handle.unit

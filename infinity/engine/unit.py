@@ -36,6 +36,7 @@ UPPER = "upper"
 SCRATCH = "scratch"
 GRAD = "grad"
 GRAD_SUM = "grad_sum"
+ACTIVATION = "activation"
 
 
 def state_kind(name: str) -> str:

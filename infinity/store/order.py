@@ -126,6 +126,33 @@ class AccessOrder:
         yield from accesses[:cursor]
 
 
+class Reversal:
+    """What is used in the reverse of the order in which it came, each before an access that is known then.
+
+    Args:
+        order: whose accesses and clock.
+    """
+
+    _TICK = 1e-6
+
+    def __init__(self, order: AccessOrder) -> None:
+        self._order = order
+        self._due: dict[Hashable, float] = {}
+
+    def add(self, what: Hashable, before: Hashable) -> None:
+        """It has come, and is used with the next access that touches ``before``; the latest goes first."""
+        self._due[what] = self._order.now + self._order.distance(before) - self._TICK * len(self._due)
+
+    def discard(self, what: Hashable) -> None:
+        """It is not used any more; harmless when it is not known."""
+        self._due.pop(what, None)
+
+    def distance(self, what: Hashable) -> float:
+        """How far away it is, in accesses; 0 if it is late, infinite if nothing is known of it."""
+        due = self._due.get(what)
+        return math.inf if due is None else max(due - self._order.now, 0.0)
+
+
 class Recurrence:
     """What happens once per lap of an order's clock, beside the order: when each is due, and who is due next.
 

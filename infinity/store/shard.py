@@ -14,9 +14,11 @@ class ShardKey(NamedTuple):
 
     Attributes:
         unit: index of the unit in the model.
-        part: index of the piece of the unit that is stepped at a time; 0 where there is only one.
-        kind: which kind of state the bytes are: ``param``, ``master``, ``grad``, ``grad_sum`` or ``state.`` and the
-            optimizer's name for it (``state.exp_avg``). The engine's business (``engine/unit.py``); here a name.
+        part: index of the piece of the unit that is stepped at a time, 0 where there is only one; of an activation, its
+            number.
+        kind: which kind of state the bytes are: ``param``, ``master``, ``grad``, ``grad_sum``, ``activation`` or
+            ``state.`` and the optimizer's name for it (``state.exp_avg``). The engine's business (``engine/unit.py``);
+            here a name.
     """
 
     unit: int

@@ -170,6 +170,24 @@ class TieredStore:
             await self._read_nvme(key, target, priority)
         self._touch(key, num_bytes, reads=True, passes=True)
 
+    async def read_past(self, key: ShardKey, target: torch.Tensor, *, priority: Priority, owner: str) -> None:
+        """Copy a shard into ``target`` as ``read`` does, but bring nothing into host memory for it.
+
+        Raises:
+            EngineStateError: there is no such shard.
+            StorageError: reading failed.
+        """
+        num_bytes = self.num_bytes(key)
+        if key in self.host.residency:
+            lease = await self.host.residency.fetch(key, num_bytes, owner=owner, priority=priority)
+            try:
+                await self.host.copy(lease.tensor, target)
+            finally:
+                self.release(key, owner=owner)
+        else:
+            await self._read_nvme(key, target, priority)
+        self._touch(key, num_bytes, reads=True, passes=True)
+
     async def delete(self, key: ShardKey) -> None:
         """Forget a shard. Its extent stays allocated for its next ``put``."""
         await self.host.residency.discard(key)
@@ -177,6 +195,12 @@ class TieredStore:
         if num_bytes is not None:
             self._touch(key, num_bytes)
         self._on_nvme.discard(key)
+
+    async def forget(self, key: ShardKey) -> None:
+        """Forget a shard that will not come again: its extent is free for others."""
+        await self.delete(key)
+        if self._nvme is not None:
+            self._nvme.delete(key)
 
     async def flush(self) -> None:
         """Write every dirty shard to NVMe and make it durable; nothing where there is no NVMe.
