@@ -289,3 +289,34 @@ def test_a_store_is_a_dictionary(data: st.DataObject) -> None:
 
 
 ACTIONS = ["put", "put", "delete", "flush", "order", "fetch", "fetch", "read", "read", "prefetch", "prefetch"]
+
+
+# Going past host memory, and for good
+
+
+async def test_a_shard_read_past_host_memory_leaves_it_as_it_was(tmp_path: Path) -> None:
+    async with stage(tmp_path, 2) as s:
+        for number, key in enumerate((A, B, C)):
+            await s.put(key, number)
+        target = allocate(PAGE)
+        for number, key in enumerate((A, B, C)):
+            resident = {other: other in s.store.host.residency for other in (A, B, C)}
+            await s.store.read_past(key, target, priority=Priority.DEMAND, owner="me")
+            assert set(target.tolist()) == {number}
+            assert resident == {other: other in s.store.host.residency for other in (A, B, C)}
+        with pytest.raises(EngineStateError, match="no shard"):
+            await s.store.read_past(D, target, priority=Priority.DEMAND, owner="me")
+
+
+async def test_a_forgotten_shard_leaves_its_room_on_nvme_to_others(tmp_path: Path) -> None:
+    async with stage(tmp_path, 1) as s:
+        assert s.store.nvme is not None
+        await s.put(A, 1)
+        await s.put(B, 2)
+        used = s.store.nvme.usage().used_bytes
+        await s.store.forget(A)
+        assert A not in s.store
+        assert s.store.nvme.usage().used_bytes == used - PAGE
+        await s.store.forget(B)  # never written
+        await s.store.forget(C)
+        assert s.store.resident_bytes == 0

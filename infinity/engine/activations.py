@@ -10,6 +10,7 @@ Guarantees
       value of one projection, an input that several nodes save) are one shard. It comes back once for all nodes of the
       unit whose backward runs; a unit that saves it too (a skip, an encoder's output) reads it again.
     * An activation changed in place between forward and backward is an error. Its version counter outlives its memory.
+      (What changes it past that counter, as ``x.data`` does, PyTorch does not see either.)
     * ``Config.activation_bytes`` bounds what is away, and is reserved on NVMe from the start (in host memory where
       there is none). What finds no room in it, or is larger than host memory, stays where it is, as without offload: a
       batch that is larger than foreseen may still fit the device, and if not, PyTorch says so.
@@ -155,16 +156,18 @@ class _Shard:
 
     Attributes:
         key: its name in the store.
+        names: of the unit that saved it, if any.
         num_bytes: its size there.
         storage_bytes: its size.
         device: where it was.
         known: storages that hold its bytes, as long as somebody else uses them: where it was, and where it came back.
     """
 
-    __slots__ = ("__weakref__", "device", "key", "known", "num_bytes", "storage_bytes")
+    __slots__ = ("__weakref__", "device", "key", "known", "names", "num_bytes", "storage_bytes")
 
-    def __init__(self, key: ShardKey, storage: torch.UntypedStorage) -> None:
+    def __init__(self, key: ShardKey, storage: torch.UntypedStorage, unit: Unit | None) -> None:
         self.key = key
+        self.names = [] if unit is None else [unit.name]
         self.storage_bytes = storage.nbytes()
         self.num_bytes = round_up(self.storage_bytes, PAGE_BYTES)
         self.device = storage.device
@@ -256,7 +259,7 @@ class Offload:
         if storage is None:
             return _IN_PLACE.keep(tensor, unit)
         known = storage._cdata, tensor._version  # as long as the shard lives, no other storage takes the address
-        shard = self._away.get(known) or self._send(storage, 0 if unit is None else unit.index)
+        shard = self._away.get(known) or self._send(storage, unit)
         if shard is None:
             return _IN_PLACE.keep(tensor, unit)
         self._away[known] = shard
@@ -306,12 +309,12 @@ class Offload:
             return None
         return storage if tensor.requires_grad or 2 * tensor.nbytes >= storage.nbytes() else None
 
-    def _send(self, storage: torch.UntypedStorage, unit: int) -> _Shard | None:
+    def _send(self, storage: torch.UntypedStorage, unit: Unit | None) -> _Shard | None:
         """Copy a storage into a new shard; ``None`` if there is no room for it."""
-        shard = _Shard(ShardKey(unit, next(self._number), ACTIVATION), storage)
+        shard = _Shard(ShardKey(unit.index if unit else 0, next(self._number), ACTIVATION), storage, unit)
         key, whole = shard.key, False
         try:
-            with self._waiting("room"):
+            with self._waiting(shard, "room"):
                 lease = self._loop.run(self._shards.put(key, shard.num_bytes))
             if lease is None:
                 return None
@@ -327,7 +330,7 @@ class Offload:
     def _read(self, shard: _Shard) -> torch.Tensor:
         """Its bytes, in memory of their own on the CPU: from NVMe straight there."""
         target = allocate(shard.num_bytes, populate=False)
-        with self._waiting("read"):
+        with self._waiting(shard, "read"):
             reading = self._loop.submit(
                 self._store.read_past(shard.key, target, priority=Priority.DEMAND, owner=TRAINING)
             )
@@ -338,7 +341,7 @@ class Offload:
     def _upload(self, shard: _Shard) -> torch.Tensor:
         """Its bytes on the accelerator, through host memory."""
         self._let_go()
-        with self._waiting("read"):
+        with self._waiting(shard, "read"):
             fetching = self._loop.submit(self._store.fetch(shard.key, owner=TRAINING))
             self._loop.call_soon(self._shards.look_ahead, shard.key)
             lease = self._loop.wait(fetching)
@@ -349,9 +352,9 @@ class Offload:
             self._loop.call_soon(lambda: self._store.release(shard.key, owner=TRAINING))
 
     @contextlib.contextmanager
-    def _waiting(self, cause: str) -> Iterator[None]:
+    def _waiting(self, shard: _Shard, cause: str) -> Iterator[None]:
         begun = time.perf_counter()
-        with self._activity.waiting() as causes:
+        with self._activity.waiting(*shard.names) as causes:
             yield
             ended = time.perf_counter()
             causes.append((cause, ended))

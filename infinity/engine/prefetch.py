@@ -62,7 +62,7 @@ class Orders:
         under_backward: whether steps begin there.
 
     Attributes:
-        activations: those that are away; they are used before their unit is gathered next, the latest first.
+        activations: those that are away; they are used when their unit is gathered next, the latest first.
         look_ahead: called when memory may have room for more; the scheduler's, once there is one.
     """
 

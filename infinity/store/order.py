@@ -127,7 +127,7 @@ class AccessOrder:
 
 
 class Reversal:
-    """What is used in the reverse of the order in which it came, each before an access that is known then.
+    """What is used in the reverse of the order in which it came, each right after an access that is known then.
 
     Args:
         order: whose accesses and clock.
@@ -139,9 +139,9 @@ class Reversal:
         self._order = order
         self._due: dict[Hashable, float] = {}
 
-    def add(self, what: Hashable, before: Hashable) -> None:
-        """It has come, and is used with the next access that touches ``before``; the latest goes first."""
-        self._due[what] = self._order.now + self._order.distance(before) - self._TICK * len(self._due)
+    def add(self, what: Hashable, after: Hashable) -> None:
+        """It has come, and is used after the next access that touches ``after``; of several the latest goes first."""
+        self._due[what] = self._order.now + self._order.distance(after) + 1 - self._TICK * len(self._due)
 
     def discard(self, what: Hashable) -> None:
         """It is not used any more; harmless when it is not known."""
