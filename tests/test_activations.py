@@ -124,6 +124,22 @@ def test_steps_under_backward(accumulate: int, tmp_path: Path) -> None:
     case.check(case.blockwise(tmp_path, **ROOM, accumulation_steps=accumulate))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_micro_batches_that_take_turns(recompute: bool, tmp_path: Path) -> None:
+    def script(trainer: Any) -> Any:
+        losses = []
+        for step in range(2):
+            batches = [models.tokens(3 * step + number) for number in range(3)]
+            losses += trainer.accumulate(batches, lambda batch: trainer.model(*batch) / 3)
+            trainer.step()
+        return losses
+
+    case = Parity(GPT, adamw, script)
+    config = case.smallest(tmp_path, **ROOM, accumulation="vertical", debug=True)
+    engine = case.check(config.model_copy(update={"recompute": recompute}))
+    assert engine._activations.usage().used_bytes == 0 < engine._activations.usage().peak_bytes
+
+
 def test_through_host_memory_as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Offload, "_read", Offload._upload)
     case = Parity(lambda: GPT(num_blocks=3), adamw, training(accumulate=2))
