@@ -602,3 +602,44 @@ async def test_when_the_one_that_could_go_on_is_cancelled_the_other_is_refused()
         with pytest.raises(BudgetError):
             await large
         assert small.cancelled()
+
+
+async def test_what_must_leave_soon_is_written_ahead_and_no_more_than_that() -> None:
+    async with world(4) as w:
+        await w.keep("defg", dirty=True)
+        w.residency.write_ahead(2 * PAGE, beyond=w.distances["e"])
+        await spin()
+        assert w.writing() == "fg"
+        w.residency.write_ahead(2 * PAGE, beyond=w.distances["e"])
+        await spin()
+        assert w.writing() == "fg", "these will do"
+        for key in "fg":
+            w.below.only("spill", key).succeed()
+        await spin()
+        w.residency.write_ahead(4 * PAGE, beyond=w.distances["e"])
+        await spin()
+        assert w.writing() == "", "the others are needed sooner"
+        assert w.resident() == "defg"
+        demand = w.fetch("a")
+        await spin()
+        w.below.only("fill", "a").succeed()
+        await demand
+        assert w.resident() == "adef", "its room was ready"
+
+
+async def test_nothing_is_written_ahead_while_there_is_room_or_a_demand_waits() -> None:
+    async with world(4) as w:
+        await w.keep("gh", dirty=True)
+        w.residency.write_ahead(2 * PAGE, beyond=0.0)
+        await spin()
+        assert w.writing() == ""
+        demand = w.fetch("a", num_pages=3)
+        await spin()
+        assert w.writing() == "h"
+        w.residency.write_ahead(4 * PAGE, beyond=0.0)
+        await spin()
+        assert w.writing() == "h"
+        w.below.only("spill", "h").succeed()
+        await spin()
+        w.below.only("fill", "a").succeed()
+        await demand

@@ -21,6 +21,9 @@ Deadlock (``store/pool.py``): a demand for room is made in forward, outside of b
 nothing in host memory. Reading back into the CPU's memory needs no room there; on an accelerator, open gradients are
 let go before. Reading ahead takes what nobody needs sooner.
 
+Forward does not wait for the disk while that keeps up: when an activation has been put, what will have to leave for the
+next two is written already, at most an eighth of host memory. (Where forward ends there, so much was written in vain.)
+
 What stays where it is: tensors smaller than ``SMALL_BYTES``; parameters, buffers, and other leaves that want gradients;
 views of what did not come out of the graph, such as a batch cut out of a data set; what hooks outside ours have taken
 (a checkpoint's); and what a recomputation under backward saves, which is used at once.
@@ -62,6 +65,7 @@ SMALL_BYTES = 64 << 10
 """Smaller storages stay: moving one costs two turns of the loop, whatever its size."""
 
 _AHEAD_BYTES = 64 << 20
+_AHEAD_SHARE = 8
 _IN_PLACE = KeepInPlace()
 
 
@@ -80,6 +84,7 @@ class ActivationShards:
         self._budget_bytes = budget_bytes
         self._used_bytes = 0
         self._peak_bytes = 0
+        self._largest_bytes = 0
         self._keys: dict[int, ShardKey] = {}  # by number
         self._numbers: list[int] = []  # those that can be read, in the order in which they came
         self._open: ShardKey | None = None
@@ -100,6 +105,7 @@ class ActivationShards:
         if self._used_bytes + num_bytes > self._budget_bytes:
             return None
         self._used_bytes += num_bytes
+        self._largest_bytes = max(self._largest_bytes, num_bytes)
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
         self._keys[key.part] = key
         self._due.add(key, key.unit)
@@ -114,11 +120,13 @@ class ActivationShards:
         return lease
 
     def written(self, key: ShardKey, *, whole: bool) -> None:
-        """An activation was written, whole or not, if it was ever put."""
+        """An activation was written, whole or not, if it was ever put. Others will follow, so make ready for them."""
         if self._open == key:
             self._open = None
             self._store.release(key, owner=TRAINING, dirty=whole)
             bisect.insort(self._numbers, key.part)
+            ahead_bytes = min(2 * self._largest_bytes, self._store.host.pool.budget_bytes // _AHEAD_SHARE)
+            self._store.host.residency.write_ahead(ahead_bytes, beyond=self._due.distance(key))
 
     def look_ahead(self, key: ShardKey) -> None:
         """This one is needed, and those that came before it are needed next: bring them in, if nobody loses by it."""

@@ -148,11 +148,7 @@ class Residency(Generic[K]):
         return True
 
     def prepare(self, key: K, num_bytes: int) -> bool:
-        """Take memory ahead for a key that will be reserved soon, as a prefetch does for one that will be fetched.
-
-        Returns:
-            Whether it has memory.
-        """
+        """Take memory ahead for a key that will be reserved soon, as a prefetch does; whether it has memory."""
         if key in self._residents:
             return True
         lease = self._room_ahead(key, num_bytes, displace=True)
@@ -161,6 +157,11 @@ class Residency(Generic[K]):
         resident = self._residents[key] = Resident(key, lease, State.CLEAN, void=True)
         self._rank(resident)
         return True
+
+    def write_ahead(self, num_bytes: int, *, beyond: float) -> None:
+        """Begin to write what is needed later than ``beyond`` and will have to leave when so many bytes are wanted."""
+        if not (self._closed or self._demands):
+            self._write_ahead(self._leavers.needed_last(num_bytes - self.pool.free_bytes, beyond=beyond))
 
     async def reserve(self, key: K, num_bytes: int, *, owner: str) -> Lease:
         """Pin memory for ``key`` whose content the caller will write whole; what it held before is void.
@@ -303,11 +304,8 @@ class Residency(Generic[K]):
 
     def _clear(self, victims: list[Resident[K]], writes: list[asyncio.Task[None]]) -> bool:
         """Let clean ones leave and begin to write dirty ones; whether there is more room already."""
-        writes += [
-            self._moving.write(victim, Priority.DEMAND, leaving=True)
-            for victim in victims
-            if victim.state is State.DIRTY
-        ]
+        dirty = [victim for victim in victims if victim.state is State.DIRTY]
+        writes += [self._moving.write(victim, Priority.DEMAND, leaving=True) for victim in dirty]
         return self._evict([victim for victim in victims if victim.state is State.CLEAN])
 
     def _room_ahead(self, key: K, num_bytes: int, *, displace: bool) -> Lease | None:
@@ -327,13 +325,15 @@ class Residency(Generic[K]):
         victims = self._leavers.needed_last(num_bytes, beyond=distance)
         if sum(victim.size_bytes for victim in victims) < num_bytes:
             return False
-        unclean = [victim for victim in victims if victim.state is not State.CLEAN]
-        if not unclean:
+        if all(victim.state is State.CLEAN for victim in victims):
             return self._evict(victims)
-        for victim in unclean:
+        self._write_ahead(victims)
+        return False
+
+    def _write_ahead(self, victims: list[Resident[K]]) -> None:
+        for victim in victims:
             if victim.state is State.DIRTY and not self._moving.last_write_failed:
                 self._moving.write(victim, Priority.PREFETCH, leaving=True)
-        return False
 
     def _evict(self, residents: list[Resident[K]]) -> bool:
         for resident in residents:
