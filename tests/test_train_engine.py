@@ -59,6 +59,16 @@ def test_losses_and_weights_are_those_of_plain_pytorch(
     assert not (tmp_path / "nvme").exists()
 
 
+def test_activations_that_are_recomputed_or_on_nvme_change_no_loss(tmp_path: Path) -> None:
+    flags = {"batch": 8, "seq": 32}
+    plain = train(Config(), plain=True, **flags)
+    for recompute in (False, True):
+        fields = {"nvme": tmp_path / "nvme", "activation_bytes": "8MiB", "recompute": recompute}
+        tiered = train(Config(hbm=600 * KIB, ram=1000 * KIB, **fields), **flags)
+        assert tiered.history.losses == plain.history.losses
+        assert tiered.usage["activations"].peak_bytes > 0
+
+
 def test_without_nvme_where_memory_is_enough() -> None:
     tiered, plain = train(Config(ram="64MiB")), train(Config(), plain=True)
     assert tiered.history.losses == plain.history.losses

@@ -314,7 +314,9 @@ def test_memory_that_is_not_to_be_had_is_one_error_that_says_what_to_lower(
 ) -> None:
     harness.on_forward = lambda number: None if number < 3 else void(allocate())
     nvme = tmp_path / "nvme"
-    with pytest.raises(BudgetError, match=r"out of memory \(.+\): .*lower --batch 2 .*--seq 16 .* or give --recompute"):
+    with pytest.raises(
+        BudgetError, match=r"out of memory \(.+\): .*lower --batch 2 .*--seq 16 .* or give --recompute or --act"
+    ):
         harness.run(Config(nvme=nvme))
     assert harness.trainer is not None
     assert harness.trainer.closed

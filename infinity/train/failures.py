@@ -56,11 +56,12 @@ def memory_errors(settings: TrainSettings, config: Config) -> Iterator[None]:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not _NO_HOST_MEMORY.search(str(error)):
             raise
         what = re.sub(r"^\[enforce fail[^]]*\] err == 0\. ", "", str(error).partition("\n")[0]) or type(error).__name__
-        recompute = "" if config.recompute else ", or give --recompute"
+        given = {"--recompute": config.recompute, "--activation-bytes SIZE": config.activation_bytes or settings.plain}
+        others = " or ".join(flag for flag, is_given in given.items() if not is_given)
         state = "--layers or --hidden" if settings.plain else "--hbm or --ram"
         raise BudgetError(
             f"out of memory ({what}): activations and the text's batches come on top of the training state; lower "
             f"--batch {settings.batch_size} (raise --accumulate instead, with --accumulation horizontal), "
             f"--seq {settings.seq_length} or {state}"
-            f"{recompute}"
+            f"{others and f', or give {others}'}"
         ) from error
