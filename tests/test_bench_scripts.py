@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import activations
 import compare_deepspeed
 import large_model
 import pytest
@@ -414,3 +415,16 @@ def test_a_peak_above_the_bar_is_missed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(large_model, "BAR_BYTES", 1 << 20)
     flags = ["--nvme", str(tmp_path), *_TINY_FLAGS, "--hbm", "2MiB", "--ram", "4MiB", "--log", str(tmp_path / "log")]
     assert large_model.main(flags) == 1
+
+
+@pytest.mark.slow
+def test_activations_are_measured_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = tmp_path / "document.json"
+    flags = [*_TINY_FLAGS, "--seq", "64", "--batch", "8", "--hbm", "1MiB", "--ram", "1MiB", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["activations", "--nvme", str(tmp_path), *flags, "--json", str(document)])
+    activations.main()
+    rows = {row["name"]: row for row in json.loads(document.read_text())["rows"]}
+    assert all(row["same_losses"] and row["peak_bytes"] > 0 for row in rows.values())
+    moved = {name for name, row in rows.items() if row["pool_bytes"].get("activations")}
+    assert moved == {"offload", "recompute, offload"}
+    assert list(tmp_path.iterdir()) == [document]
