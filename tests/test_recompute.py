@@ -144,6 +144,18 @@ def test_which_modules_are_recomputed() -> None:
     assert list(find_blocks(twice, "auto", setting="recompute").values()) == [gpt.blocks[0], gpt.blocks[1]]
 
 
+def test_layers_in_tiles_are_recomputed_with_their_block(tmp_path: Path) -> None:
+    def tiled() -> GPT:
+        model = GPT()
+        infinity.tile_large_layers(model, 700)
+        return model
+
+    model = tiled()
+    assert list(find_blocks(model, "auto", setting="recompute").values()) == list(model.blocks)
+    case = Parity(tiled, adamw, training())
+    case.check(case.blockwise(tmp_path, recompute=True))
+
+
 def test_a_model_without_blocks_is_refused() -> None:
     model, optimizer = build(MLP, adamw)
     with pytest.raises(ConfigError, match=r"recompute: expected a model with repeated blocks .* found none in MLP"):

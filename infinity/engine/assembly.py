@@ -73,7 +73,8 @@ class Assembly(ABC):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
         check_model(model, optimizer)
-        recomputed = [*find_blocks(model, config.units, setting="recompute").values()] if config.recompute else []  # of the model as it came
+        # Blocks of the model as it came, before tiles.
+        recomputed = find_blocks(model, config.units, setting="recompute") if config.recompute else {}
         precision = precision_of(config)
         precision.check(model)
         if config.tile_large_layers:
@@ -108,7 +109,7 @@ class Assembly(ABC):
             self._build_steps(optimizer, overlaps=overlaps, num_backwards=num_backwards)
             self._take_over(optimizer, device)
             self._build_accumulation(device)
-            self._resources.handles.append(Recomputation(recomputed))
+            self._resources.handles.append(Recomputation(list(recomputed.values())))
         except BaseException:
             self._resources.close()
             raise
