@@ -191,8 +191,8 @@ class Config(BaseModel):
     accumulation: Literal["auto", "horizontal", "vertical"] = "auto"
     """How ``engine.accumulate`` runs micro-batches. ``"horizontal"``: one after the other; parameters move once for
     each. ``"vertical"``: each unit runs all of them before the next unit does, so that parameters move once per step,
-    and the activations of all live at once. ``"auto"``: vertically where ``hbm`` does not hold all units. The numbers
-    are the same."""
+    and the activations of all live at once. ``"auto"``: vertically where ``hbm`` does not hold all units, and
+    activations are recomputed (``recompute``) or put away (``activation_bytes``). The numbers are the same."""
 
     max_grad_norm: Annotated[float, Number, Field(gt=0)] | None = None
     """Clip gradients in every step as ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)`` does, to

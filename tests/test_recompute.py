@@ -139,7 +139,7 @@ def test_blocks_keep_their_inputs_only_and_are_left_as_they_were() -> None:
 def test_which_modules_are_recomputed() -> None:
     gpt = GPT()
     assert list(find_blocks(gpt, "auto", setting="recompute").values()) == list(gpt.blocks)
-    assert list(find_blocks(gpt, ("LayerNorm",), setting="recompute").values())[0] is gpt.blocks[0].norm
+    assert next(iter(find_blocks(gpt, ("LayerNorm",), setting="recompute").values())) is gpt.blocks[0].norm
     twice = nn.Sequential(gpt.blocks[0], gpt.blocks[0], gpt.blocks[1])
     assert list(find_blocks(twice, "auto", setting="recompute").values()) == [gpt.blocks[0], gpt.blocks[1]]
 

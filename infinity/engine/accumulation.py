@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from infinity.config import Config
 from infinity.engine.gradients import GradientSink
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.randomness import Generators, States
@@ -112,11 +113,10 @@ class Accumulation:
     """Chooses the schedule, and runs it.
 
     Args:
-        choice: ``Config.accumulation``.
+        config: says which; and, for ``"auto"``, how much memory there is for units, and whether activations are kept.
         horizontal: one schedule.
         vertical: the other.
         units: all units.
-        hbm_bytes: the device budget.
         hooks: the model's.
         gradients: takes the gradients.
         generators: the random generators that a model draws from.
@@ -127,19 +127,19 @@ class Accumulation:
 
     def __init__(
         self,
-        choice: Literal["auto", "horizontal", "vertical"],
+        config: Config,
         horizontal: Runner,
         vertical: Runner,
         units: Iterable[Unit],
-        hbm_bytes: int,
         hooks: ModuleHooks,
         gradients: GradientSink,
         generators: Generators,
     ) -> None:
         self.last: AccumulationInfo | None = None
-        self._choice = choice
+        self._choice = config.accumulation
         self._runners: dict[Schedule, Runner] = {"horizontal": horizontal, "vertical": vertical}
-        self._all_stay = sum(unit.num_bytes for unit in units) <= hbm_bytes
+        self._all_stay = sum(unit.num_bytes for unit in units) <= config.hbm
+        self._keeps_activations = not (config.recompute or config.activation_bytes)
         self._hooks = hooks
         self._gradients = gradients
         self._generators = generators
@@ -230,6 +230,11 @@ class Accumulation:
             return "horizontal", "there is one micro-batch"
         if self._choice == "auto" and self._all_stay:
             return "horizontal", "hbm holds all units, so that their parameters move once per step anyway"
+        if self._choice == "auto" and self._keeps_activations:
+            return "horizontal", (
+                "vertically, the activations of all micro-batches would live at once; set recompute or "
+                "activation_bytes in Config, or accumulation='vertical' where there is memory for them"
+            )
         in_the_way = obstacle()
         if in_the_way is not None:
             return "horizontal", in_the_way

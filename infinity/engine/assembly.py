@@ -238,11 +238,10 @@ class Assembly(ABC):
         around = frozenset(unit.index for unit in self._units if any(m is self.module for _, m in unit.triggers))
         room = Room(config.hbm, self._plan.smallest_hbm(self.module)[0], around)
         self._accumulation = Accumulation(
-            config.accumulation,
+            config,
             Horizontal(hooks, generators),
             Vertical(self._units, room, hooks, gradients, generators, device),
             self._units,
-            config.hbm,
             hooks,
             gradients,
             generators,

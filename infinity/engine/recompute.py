@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-
 _NAME = "_call_impl"
 
 
