@@ -14,7 +14,7 @@ import infinity
 import parity_models as models
 from accidents import ACCIDENTS, Accident, between_good_steps, two_groups
 from infinity import Config
-from infinity.engine.hooks import ModuleHooks
+from infinity.engine.gathering import Gatherer
 from infinity.engine.saved import SavedTensors
 from infinity.store.pool import BufferPool
 from parity import ENOUGH, Parity, Trainer
@@ -152,8 +152,8 @@ def test_poison_is_on_everywhere_or_nowhere(debug: bool, tmp_path: Path, monkeyp
 
 def test_hooks_left_out_on_purpose_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken on purpose: units that are not gathered compute with placeholders, and the loss says so."""
-    monkeypatch.setattr(ModuleHooks, "_bind", lambda self, unit: None)
-    monkeypatch.setattr(ModuleHooks, "_release_idle", lambda self, units: None)
+    monkeypatch.setattr(Gatherer, "bind", lambda self, unit: None)
+    monkeypatch.setattr(Gatherer, "release_idle", lambda self, units: None)
     model = Chain()
     with infinity.initialize(model, momentum(model), Config(**ENOUGH, nvme=tmp_path)) as engine:
         assert engine(*models.vectors(0)).isnan().all()
