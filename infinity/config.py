@@ -188,11 +188,12 @@ class Config(BaseModel):
     before it, and ``step()`` must follow, before the model is used, saved or given other gradients. ``None``, or with
     ``max_grad_norm`` or ``fp16``: nothing is stepped before ``step()``."""
 
-    accumulation: Literal["auto", "horizontal", "vertical"] = "auto"
+    accumulation: Literal["auto", "horizontal", "vertical"] = "horizontal"
     """How ``engine.accumulate`` runs micro-batches. ``"horizontal"``: one after the other; parameters move once for
     each. ``"vertical"``: each unit runs all of them before the next unit does, so that parameters move once per step,
     and the activations of all live at once. ``"auto"``: vertically where ``hbm`` does not hold all units, and
-    activations are recomputed (``recompute``) or put away (``activation_bytes``). The numbers are the same."""
+    activations are recomputed (``recompute``) or put away (``activation_bytes``). The numbers are the same, unless the
+    model or ``compute_loss`` keeps Python state from one call to the next (an auxiliary loss in an attribute)."""
 
     max_grad_norm: Annotated[float, Number, Field(gt=0)] | None = None
     """Clip gradients in every step as ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)`` does, to

@@ -285,6 +285,7 @@ REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
     "the step is missing": (adam, lambda: without_state(saved(adam), "step"), "Adam cannot take this state: KeyError"),
     "a wrong shape": (adam, lambda: with_state(saved(adam), "exp_avg", torch.ones(2)), "expected a tensor of shape"),
     "a wrong small shape": (adam, lambda: with_state(saved(adam), "step", torch.ones(2)), "expected a tensor of shape"),
+    "a state is no tensor": (adam, lambda: with_state(saved(adam), "exp_avg", [1.0]), "expected a tensor .* got list"),
     "no mapping": (adam, lambda: [1], "expected a state dict of an optimizer, got list"),
     "states are no mapping": (adam, lambda: {**saved(adam), "state": [1]}, "expected 'state' to be a mapping"),
     "groups without params": (adam, lambda: {**saved(adam), "param_groups": [{}]}, "'params'"),

@@ -224,6 +224,15 @@ def test_inside_gathered_all_else_is_refused(engine: Engine, use: str) -> None:
     engine.step()
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(nn.Linear(2, 2), r"a Linear; give module\.parameters"), ("tokens", "a str"), ([1], "an? int")],
+)
+def test_what_is_no_parameter_is_not_gathered(engine: Engine, given: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=rf"gathered\(\): expected parameters, got {message}"), engine.gathered(given):
+        pass
+
+
 def test_changes_make_old_graphs_stale(engine: Engine) -> None:
     loss = engine(*models.tokens(0))
     for param in engine.module.parameters():

@@ -320,17 +320,17 @@ def test_the_choice(tmp_path: Path) -> None:
         assert engine.last_accumulation.num_micro_batches == NUM_MICRO_BATCHES
         return engine.last_accumulation.schedule, engine.last_accumulation.reason
 
-    assert Fields.model_fields["accumulation"].default == "auto"
-    schedule, reason = chosen()
+    assert Fields.model_fields["accumulation"].default == "horizontal"
+    schedule, reason = chosen(accumulation="auto")
     assert schedule == "horizontal"
     assert "set recompute or activation_bytes" in reason
     assert chosen(accumulation="vertical") == ("vertical", "as configured")
     for fields in ({"recompute": True}, {"activation_bytes": "1MiB"}):
-        schedule, reason = chosen(**fields)
+        schedule, reason = chosen(accumulation="auto", **fields)
         assert schedule == "vertical"
         assert "hbm does not hold all units" in reason
     assert chosen(accumulation="horizontal") == ("horizontal", "as configured")
-    engine = case.check(case.resident())
+    engine = case.check(case.resident(accumulation="auto"))
     assert engine.last_accumulation is not None
     assert engine.last_accumulation.schedule == "horizontal"
     assert "hbm holds all units" in engine.last_accumulation.reason

@@ -204,6 +204,8 @@ class Accumulation:
                 discard()
         if failure is not None:
             index, error = failure
+            if not isinstance(error, Exception):  # SystemExit and the like: no failure of training
+                raise error
             raise MicroBatchError(
                 f"micro-batch {index} of {count} ({schedule} schedule) failed: {type(error).__name__}: {error}; the "
                 "gradients of this step have been discarded",

@@ -240,7 +240,7 @@ class Assembly(ABC):
         self._accumulation = Accumulation(
             config,
             Horizontal(hooks, generators),
-            Vertical(self._units, room, hooks, gradients, generators, device),
+            Vertical(self._units, room, hooks, gradients, generators, device, self.module),
             self._units,
             hooks,
             gradients,

@@ -52,6 +52,7 @@ class Engine(Assembly):
         is thus the last, under which steps begin, however many were before it. ``step()`` inside is refused.
         """
         self._check_usable()
+        self._accumulation.refuse_inside("no_sync")
         return self._gradients.backwards.uncounted()
 
     def accumulate(
@@ -75,10 +76,13 @@ class Engine(Assembly):
             EngineStateError: more micro-batches than ``accumulation_steps`` leaves, or gradients are disabled.
             MicroBatchError: one failed, from what it failed with; all gradients since the last step are discarded, and
                 training may go on.
-            ModelError: there are none.
+            ModelError: there are none, or what was given is no collection of them.
         """
         self._check_usable()
         self._hooks.refuse_inside("accumulate")
+        given: Any = micro_batches
+        if not isinstance(given, Iterable) or isinstance(given, (Mapping, str)):
+            raise ModelError(f"accumulate(): expected micro-batches one by one, got a {type(given).__name__}")
         return self._accumulation.run(list(micro_batches), compute_loss, self.backward, self._forget_gradients)
 
     def step(self) -> None:
@@ -169,7 +173,8 @@ class Engine(Assembly):
 
         Raises:
             EngineStateError: it is inside a forward, a backward or another such context.
-            ModelError: at the end: a parameter was changed without ``modify``, or has another shape now.
+            ModelError: ``params`` are none; or, at the end, a parameter was changed without ``modify`` (through
+                ``.data`` that cannot be seen, and is dropped), or has another shape now.
             StorageError: a shard could not be read or written.
         """
         return self.values.gathered(params, modify=modify)

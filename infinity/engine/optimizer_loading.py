@@ -137,14 +137,14 @@ class OptimizerLoader:
         slot, live = part.slots[position], self._stepper.state_of(part).small.get(position, {})
         if not state:
             return
-        missing = [name for name in needed if name not in state and needed != GUESSED]
+        missing = [name for name in needed if name not in state and not set(GUESSED) <= set(needed)]
         if missing:
             raise ModelError(
                 f"{_WHERE}: the state of parameter {slot.name} has no {missing[0]!r}; it has: "
                 f"{', '.join(map(str, state))}. Give it the state of an optimizer of the same class and settings"
             )
         for name, value in state.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) or (name in needed and value is not None):
                 known = live.get(name)
                 shape = slot.shape if name in needed else known.shape if isinstance(known, torch.Tensor) else None
                 check_tensor(f"{_WHERE}: state {name!r} of parameter {slot.name}", value, shape)

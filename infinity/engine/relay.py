@@ -18,7 +18,7 @@ that of the main thread, whose interrupts could come at any instruction of the e
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from infinity.engine.lent import signals_after
 
@@ -71,15 +71,14 @@ class Relay:
             for number in self._living
         ]
         interrupt: BaseException | None = None
-        with signals_after():
-            for thread in threads:
-                try:
-                    thread.start()
-                except RuntimeError as error:  # the system has no more threads
-                    self._living = self._living[: threads.index(thread)]
-                    self._fail(len(self._living), error)
-                    break
-        self._next_after(-1)
+        try:
+            with signals_after():
+                self._start(threads)
+                self._next_after(-1)
+        except BaseException as error:
+            if all(thread.ident is None for thread in threads):
+                raise
+            interrupt, self._is_over = error, True  # of a signal that came meanwhile
         while not self._ended.is_set():
             try:
                 self._ended.wait()
@@ -91,6 +90,15 @@ class Relay:
                     thread.join()
         if interrupt is not None:
             raise interrupt
+
+    def _start(self, threads: Sequence[threading.Thread]) -> None:
+        for thread in threads:
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads
+                self._living = self._living[: threads.index(thread)]
+                self._fail(len(self._living), error)
+                break
 
     def check(self) -> None:
         """Go on only if it is not in vain.

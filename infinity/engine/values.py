@@ -250,7 +250,7 @@ class Values:
     @contextlib.contextmanager
     def gathered(self, params: Iterable[nn.Parameter] | nn.Parameter, *, modify: bool = False) -> Iterator[None]:
         """Have parameters hold their values, as copies on the device in the dtype that computes; see ``Engine``."""
-        chosen = list(dict.fromkeys([params] if isinstance(params, nn.Parameter) else params))
+        chosen = _parameters(params)
         self._settle("gathered")
         places = {param: self._places[param] for param in chosen if param in self._places}
         saved = SavedTensors(
@@ -312,6 +312,16 @@ class Values:
     def _slot(self, param: nn.Parameter) -> Slot:
         part, position = self._places[param]
         return part.slots[position]
+
+
+def _parameters(given: object) -> list[nn.Parameter]:
+    if isinstance(given, nn.Module) or not isinstance(given, (nn.Parameter, Iterable)):
+        raise ModelError(f"gathered(): expected parameters, got a {type(given).__name__}; give module.parameters()")
+    params = [given] if isinstance(given, nn.Parameter) else list(dict.fromkeys(given))
+    for each in params:
+        if not isinstance(each, nn.Parameter):
+            raise ModelError(f"gathered(): expected parameters, got a {type(each).__name__} among them")
+    return params
 
 
 def _hold_nothing(unit: Unit, reads: bool) -> None:

@@ -20,8 +20,12 @@ Guarantees
 Where a forward is inside an autocast region, it does not hand over: the region's cache of casts is the process's, and
 which casts are shared decides bits. (The backward of such a model is still vertical.)
 
-What cannot be seen: Python state that units share and that depends on the order of calls; and generators of one's own,
-``random`` and ``numpy.random``, which are drawn from in another order.
+What compute_loss changes for a while in the process's settings it takes along; what it changes so in the model itself,
+or in buffers when a block is recomputed, is refused (``sharing.py``).
+
+What cannot be seen: Python state that units share and that depends on the order of calls; generators of one's own,
+``random`` and ``numpy.random``, which are drawn from in another order; and a lock that one holds while it hands over,
+for which the next waits for ever.
 """
 
 from __future__ import annotations
@@ -30,12 +34,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from infinity.engine.gradients import GradientSink
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.passage import Passage
 from infinity.engine.randomness import Generators, States
 from infinity.engine.relay import Relay
+from infinity.engine.sharing import ModelState, ProcessSettings
 from infinity.engine.thread_state import CallerState
 from infinity.engine.turns import Turns, refuse_inner_backward
 from infinity.engine.unit import Part, Unit, UnitState
@@ -53,6 +59,7 @@ class _Member:
         num_uses: for each unit that its forward has used, how often.
         without_graph: units that it has used without recording a graph: for a reentrant checkpoint, perhaps.
         lent: units whose other uses meanwhile are not seen.
+        settings: those of the process while it rests.
         delivered: the slots whose gradient it has brought, as part and position, and whether the latest came of a
             backward inside its own: that of a reentrant checkpoint.
         is_in_backward: whether its forward is over.
@@ -66,6 +73,7 @@ class _Member:
     without_graph: set[int] = field(default_factory=set)
     lent: set[int] = field(default_factory=set)
     delivered: dict[tuple[int, int], bool] = field(default_factory=dict)
+    settings: ProcessSettings = field(default_factory=ProcessSettings.now)
     is_in_backward: bool = False
     has_ended: bool = False
 
@@ -118,7 +126,10 @@ class _VerticalTurns(Turns):
         hooks: ModuleHooks,
         gradients: GradientSink,
         generators: Generators,
+        model: ModelState,
     ) -> None:
+        self._model = model
+        self._buffers: list[tuple[int, int]] = []
         self._members = members
         self._units = units
         self._room = room
@@ -135,7 +146,7 @@ class _VerticalTurns(Turns):
             return
         self._members[self.relay.current].passage.holds.end_reads()
         if self._room.is_left_beside([other for other in self._units if other.is_in_use]):
-            self.relay.hand_over()
+            self._hand_over()
 
     def before_gradient(self, part: Part, position: int) -> None:
         """Let earlier micro-batches bring theirs first."""
@@ -144,7 +155,7 @@ class _VerticalTurns(Turns):
         if not self._members[number].is_in_backward:
             refuse_inner_backward(slot.name)
         while not all(member.has_done(part, position) for member in self._members[:number]):
-            self.relay.hand_over()
+            self._hand_over()
         if any((part.index, position) in member.delivered for member in self._members[number + 1 :]):
             raise EngineStateError(
                 f"parameter {slot.name}: its gradient of micro-batch {number} came after that of a later one, so that "
@@ -176,13 +187,27 @@ class _VerticalTurns(Turns):
         kept, self._kept = self._kept, {}
         self._hooks.release(kept.values())
 
+    def begin_backward(self, number: int) -> None:
+        """The forward of a micro-batch is over."""
+        self._members[number].is_in_backward = True
+        self._buffers = self._model.buffers()
+
+    def _hand_over(self) -> None:
+        self._model.check()
+        self.relay.hand_over()
+
     def _pause(self, number: int) -> None:
-        self._members[number].states = self._generators.states()
-        self._members[number].passage.holds.end_reads()
+        member = self._members[number]
+        member.states, member.settings = self._generators.states(), ProcessSettings.now()
+        member.passage.holds.end_reads()
+        if member.is_in_backward:
+            self._model.refuse_buffers(self._buffers)
 
     def _resume(self, number: int) -> None:
         member = self._members[number]
         self._generators.restore(member.states)
+        member.settings.restore()
+        self._buffers = self._model.buffers()
         self._gradients.switch(member.backward)
         self._hooks.switch(member.passage)
 
@@ -197,6 +222,7 @@ class Vertical:
         gradients: takes the gradients.
         generators: the random generators that a model draws from.
         device: where it computes.
+        model: the user's.
     """
 
     def __init__(
@@ -207,7 +233,9 @@ class Vertical:
         gradients: GradientSink,
         generators: Generators,
         device: torch.device,
+        model: nn.Module,
     ) -> None:
+        self._model = model
         self._units = units
         self._room = room
         self._hooks = hooks
@@ -230,12 +258,15 @@ class Vertical:
         """
         numbers = self._gradients.begin_several(len(states))
         members = [_Member(number, state) for number, state in zip(numbers, states, strict=True)]
-        turns = _VerticalTurns(members, self._units, self._room, self._hooks, self._gradients, self._generators)
+        turns = _VerticalTurns(
+            members, self._units, self._room, self._hooks, self._gradients, self._generators, ModelState(self._model)
+        )
+        settings = ProcessSettings.now()
         caller = CallerState.of_caller(self._device)
 
         def both(number: int) -> None:
             loss = forward(number)
-            members[number].is_in_backward = True
+            turns.begin_backward(number)
             backward(number, loss)
 
         def run(number: int) -> None:
@@ -248,6 +279,7 @@ class Vertical:
         try:
             turns.relay.run(run)
         finally:
+            settings.restore()
             self._hooks.take_turns(alone)
             turns.release_kept()
             self._hooks.switch(own)

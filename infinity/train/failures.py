@@ -61,7 +61,7 @@ def memory_errors(settings: TrainSettings, config: Config) -> Iterator[None]:
         state = "--layers or --hidden" if settings.plain else "--hbm or --ram"
         raise BudgetError(
             f"out of memory ({what}): activations and the text's batches come on top of the training state; lower "
-            f"--batch {settings.batch_size} (raise --accumulate instead, with --accumulation horizontal), "
+            f"--batch {settings.batch_size} (raise --accumulate instead), "
             f"--seq {settings.seq_length} or {state}"
             f"{others and f', or give {others}'}"
         ) from error
