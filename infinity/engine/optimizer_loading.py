@@ -69,14 +69,14 @@ class OptimizerLoader:
             trial = self._try(*_sections(state_dict))
             self._check_groups(trial)
             self._check_states(trial)
+            group_of = {param: group for group in trial.param_groups for param in group["params"]}
             try:
                 for part in self._parts:
-                    self._replace(part, trial)
+                    self._replace(part, trial.state, group_of)
             except BaseException as error:
                 self._fail(error)
                 raise
-            groups = trial.param_groups
-            self._optimizer.__setstate__({"state": self._optimizer.state, "param_groups": groups})
+            self._optimizer.__setstate__({"state": self._optimizer.state, "param_groups": trial.param_groups})
 
     def _try(self, states: Mapping[Any, Any], saved: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
         """An object of the user's class with these states and groups; tensors are still the caller's."""
@@ -149,13 +149,14 @@ class OptimizerLoader:
                 shape = slot.shape if name in needed else known.shape if isinstance(known, torch.Tensor) else None
                 check_tensor(f"{_WHERE}: state {name!r} of parameter {slot.name}", value, shape)
 
-    def _replace(self, part: Part, trial: torch.optim.Optimizer) -> None:
+    def _replace(
+        self, part: Part, states: Mapping[torch.Tensor, Mapping[str, Any]], group_of: Mapping[Any, Mapping[str, Any]]
+    ) -> None:
         for name in self._stepper.state_of(part).shards:
             self._loop.run(self._store.delete(part.key(state_kind(name))))
-        group_of = {param: group for group in trial.param_groups for param in group["params"]}
         for slot in part.slots:
             group = group_of.get(slot.param, {})
-            state = {name: _as_of(part, group, name, value) for name, value in trial.state.get(slot.param, {}).items()}
+            state = {name: _as_of(part, group, name, value) for name, value in states.get(slot.param, {}).items()}
             if state:
                 self._optimizer.state[slot.param] = state
         self._stepper.adopt({part.index: self._loader.load_state(part)})

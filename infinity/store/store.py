@@ -159,16 +159,8 @@ class TieredStore:
             EngineStateError: there is no such shard.
             StorageError: reading failed.
         """
-        num_bytes = self.num_bytes(key)
-        if self.prefetch(key, priority=priority):
-            lease = await self.host.residency.fetch(key, num_bytes, owner=owner)
-            try:
-                await self.host.copy(lease.tensor, target)
-            finally:
-                self.release(key, owner=owner)
-        else:
-            await self._read_nvme(key, target, priority)
-        self._touch(key, num_bytes, reads=True, passes=True)
+        stays = self.prefetch(key, priority=priority)
+        await self._copy_out(key, target, priority=priority, owner=owner, from_host=stays)
 
     async def read_past(self, key: ShardKey, target: torch.Tensor, *, priority: Priority, owner: str) -> None:
         """Copy a shard into ``target`` as ``read`` does, but bring nothing into host memory for it.
@@ -177,16 +169,8 @@ class TieredStore:
             EngineStateError: there is no such shard.
             StorageError: reading failed.
         """
-        num_bytes = self.num_bytes(key)
-        if key in self.host.residency:
-            lease = await self.host.residency.fetch(key, num_bytes, owner=owner, priority=priority)
-            try:
-                await self.host.copy(lease.tensor, target)
-            finally:
-                self.release(key, owner=owner)
-        else:
-            await self._read_nvme(key, target, priority)
-        self._touch(key, num_bytes, reads=True, passes=True)
+        is_resident = key in self.host.residency
+        await self._copy_out(key, target, priority=priority, owner=owner, from_host=is_resident)
 
     async def delete(self, key: ShardKey) -> None:
         """Forget a shard. Its extent stays allocated for its next ``put``."""
@@ -248,6 +232,20 @@ class TieredStore:
 
     async def _fill(self, key: ShardKey, lease: Lease, priority: Priority) -> None:
         await self._read_nvme(key, lease.tensor, priority)
+
+    async def _copy_out(
+        self, key: ShardKey, target: torch.Tensor, *, priority: Priority, owner: str, from_host: bool
+    ) -> None:
+        num_bytes = self.num_bytes(key)
+        if from_host:
+            lease = await self.host.residency.fetch(key, num_bytes, owner=owner)
+            try:
+                await self.host.copy(lease.tensor, target)
+            finally:
+                self.release(key, owner=owner)
+        else:
+            await self._read_nvme(key, target, priority)
+        self._touch(key, num_bytes, reads=True, passes=True)
 
     async def _read_nvme(self, key: ShardKey, target: torch.Tensor, priority: Priority) -> None:
         if self._nvme is None or key not in self._on_nvme:
