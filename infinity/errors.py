@@ -97,6 +97,14 @@ class MismatchError(StorageError):
     """What was read back is not what was written."""
 
 
+class ManifestError(StorageError):
+    """The record of a commit is damaged, is none, or does not fit what is asked of it."""
+
+
+class NoCommitError(StorageError):
+    """There is no committed state to resume from, roll back to or read."""
+
+
 class DiskFullError(StorageError):
     """The file system has no room (ENOSPC, EDQUOT or EFBIG), found at preflight or while writing."""
 

@@ -1,0 +1,241 @@
+"""``Snapshot``: what a commit keeps beside the bytes of shards, and the layout by which these can be read without the
+model.
+
+It is the ``engine`` part of a manifest (``store/manifest.py``). Everything in it that is not a plain number or name is
+a document of ``documents.py``, whose tensors are in the commit's ``.safetensors`` file. Read without trust: what does
+not have these types is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import nn
+
+from infinity.engine.formats import FormatOf, Master, Whole
+from infinity.engine.substep import PartState
+from infinity.engine.unit import Part, Slot, Unit
+from infinity.errors import ManifestError
+from infinity.store.manifest import Manifest
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+WeightsAs = Literal["whole", "master", "planes"]
+StatesAs = Literal["full", "bf16", "int8"]
+
+
+class _Record(BaseModel):
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SlotLayout(_Record):
+    """One parameter's place in the shards of its part (``unit.Slot``)."""
+
+    name: str
+    shape: list[_Count]
+    stride: list[_Count]
+    offset: _Count
+
+
+class StateLayout(_Record):
+    """One optimizer state of a part that is a shard, of kind ``state.<name>``."""
+
+    dtype: str
+    stored: StatesAs
+    """How (``states.py``): ``full`` is exact."""
+
+    slots: list[_Count]
+    """Positions of the parameters that have it."""
+
+
+class PartLayout(_Record):
+    """A run of parameters whose shards have one layout (``unit.Part``)."""
+
+    unit: _Count
+    position: _Count
+    dtype: str
+    compute_dtype: str
+    step_dtype: str
+    stepped: bool
+    weights: WeightsAs
+    """How (``formats.py``): ``whole``: shard ``param`` in the compute dtype; ``master``: shard ``master`` in the step
+    dtype, and ``param``; ``planes``: ``param`` and ``residual``, at times ``upper``."""
+
+    num_elements: _Count
+    slots: list[SlotLayout]
+    states: dict[str, StateLayout]
+
+    @model_validator(mode="after")
+    def _check(self) -> PartLayout:
+        for name in (self.dtype, self.compute_dtype, self.step_dtype, *(each.dtype for each in self.states.values())):
+            torch_dtype(name)
+        for slot in self.slots:
+            if len(slot.shape) != len(slot.stride):
+                raise ValueError(f"parameter {slot.name}: shape and stride differ in length")
+            span = 1 + sum((size - 1) * stride for size, stride in zip(slot.shape, slot.stride, strict=True))
+            if math.prod(slot.shape) and slot.offset + span > self.num_elements:
+                raise ValueError(f"parameter {slot.name} ends behind the end of its part")
+        for name, state in self.states.items():
+            if any(position >= len(self.slots) for position in state.slots):
+                raise ValueError(f"state {name} is that of a parameter that its part does not have")
+        return self
+
+
+class OptimizerState(_Record):
+    """What the optimizer keeps beside shards."""
+
+    class_name: str
+    groups: list[dict[str, Any]]
+    """Documents of its parameter groups, in which ``params`` are names."""
+
+    small: dict[str, Any]
+    """Documents of the states that are no shards (step counters, factored moments), by parameter."""
+
+
+class Snapshot(_Record):
+    """What a commit keeps beside the bytes of shards."""
+
+    step: _Count
+    """How many optimizer steps were taken, skipped ones included."""
+
+    units: list[str]
+    parts: list[PartLayout]
+    tied: dict[str, str]
+    """Further names of parameters that have several, each with the name that is in ``parts``."""
+
+    buffers: dict[str, Any]
+    """Documents of the model's buffers by name; those that are not persistent too."""
+
+    persistent_buffers: list[str]
+    optimizer: OptimizerState
+    random: dict[str, Any]
+    """Documents of the states of random generators: ``python``, ``numpy``, ``torch``, and the device's."""
+
+    scaling: dict[str, Any]
+    """A document of the loss scaler's state; empty where there is none."""
+
+    tracked: dict[str, Any]
+    """Documents of the state dicts of what the user tracks: schedulers, loaders, anything."""
+
+    config: dict[str, Any]
+    versions: dict[str, str]
+
+    @model_validator(mode="after")
+    def _check(self) -> Snapshot:
+        names = [slot.name for part in self.parts for slot in part.slots]
+        if len(set(names)) != len(names):
+            raise ValueError("a parameter is named twice")
+        if any(part.unit >= len(self.units) for part in self.parts):
+            raise ValueError("a part names a unit that there is not")
+        if len({(part.unit, part.position) for part in self.parts}) != len(self.parts):
+            raise ValueError("a part is there twice")
+        return self
+
+
+def snapshot_of(manifest: Manifest, path: Any) -> Snapshot:
+    """The engine's part of a manifest.
+
+    Args:
+        manifest: of a commit.
+        path: its file, for errors.
+
+    Raises:
+        ManifestError: it is not what an engine writes.
+    """
+    try:
+        return Snapshot.model_validate(manifest.engine)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ManifestError(f"commit cannot be used: engine.{place}: {first['msg']}", path=path) from error
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a name such as ``bfloat16``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    dtype = getattr(torch, name, None) if name.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype of torch is named {name!r}")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Its name, as ``torch_dtype`` takes it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def layout_of(part: Part, state: PartState, format_of: FormatOf, states_as: StatesAs) -> PartLayout:
+    """What a part's shards look like now.
+
+    Args:
+        part: which.
+        state: what the optimizer knows of it.
+        format_of: how its weights are stored.
+        states_as: ``Config.optimizer_states``.
+    """
+    stored = format_of(part)
+    weights: WeightsAs = "whole" if isinstance(stored, Whole) else "master" if isinstance(stored, Master) else "planes"
+    return PartLayout(
+        unit=part.unit,
+        position=part.position,
+        dtype=dtype_name(part.dtype),
+        compute_dtype=dtype_name(part.compute_dtype),
+        step_dtype=dtype_name(part.step_dtype),
+        stepped=part.stepped,
+        weights=weights,
+        num_elements=part.num_elements,
+        slots=[
+            SlotLayout(name=slot.name, shape=list(slot.shape), stride=list(slot.stride), offset=slot.offset)
+            for slot in part.slots
+        ],
+        states={
+            name: StateLayout(dtype=dtype_name(dtype), stored=states_as, slots=sorted(positions))
+            for name, (dtype, positions) in sorted(state.shards.items())
+        },
+    )
+
+
+def parts_of(snapshot: Snapshot) -> list[Part]:
+    """Parts with the layout of a snapshot, whose parameters are placeholders on the meta device.
+
+    With them everything that reads shards (``formats.py``, ``states.py``) works without the model.
+    """
+    parts = []
+    for index, each in enumerate(snapshot.parts):
+        compute, step = torch_dtype(each.compute_dtype), torch_dtype(each.step_dtype)
+        slots = [
+            Slot(
+                slot.name,
+                nn.Parameter(torch.empty(slot.shape, dtype=compute, device="meta"), requires_grad=False),
+                torch.Size(slot.shape),
+                tuple(slot.stride),
+                slot.offset,
+            )
+            for slot in each.slots
+        ]
+        part = Part(
+            index, each.unit, each.position, torch_dtype(each.dtype), compute, step, compute, each.stepped, slots
+        )
+        part.state_names = dict.fromkeys(each.states)
+        part.num_elements = each.num_elements
+        parts.append(part)
+    return parts
+
+
+def same_layout(snapshot: Snapshot, units: Sequence[Unit], layouts: Mapping[int, PartLayout]) -> bool:
+    """Whether shards of a commit can serve as they are: units and parts are cut alike and stored alike.
+
+    Args:
+        snapshot: of the commit.
+        units: of the engine.
+        layouts: of its parts by index, with no states.
+    """
+    ours = [layout.model_copy(update={"states": {}}) for layout in layouts.values()]
+    theirs = [layout.model_copy(update={"states": {}}) for layout in snapshot.parts]
+    return ours == theirs and [unit.name for unit in units] == snapshot.units
