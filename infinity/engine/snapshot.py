@@ -1,5 +1,4 @@
-"""``Snapshot``: what a commit keeps beside the bytes of shards, and the layout by which these can be read without the
-model.
+"""``Snapshot``: what a commit keeps beside the bytes of shards, and the layout that tells how to read these.
 
 It is the ``engine`` part of a manifest (``store/manifest.py``). Everything in it that is not a plain number or name is
 a document of ``documents.py``, whose tensors are in the commit's ``.safetensors`` file. Read without trust: what does

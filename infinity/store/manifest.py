@@ -2,7 +2,7 @@
 
 A commit is one JSON document, ``commit-<number>.json``, in the state directory of the first NVMe path. Its ``body``
 names every shard of the commit with the ranges of files that hold its bytes and a checksum for each range, and carries
-what the engine knows beside shards (``engine``: step, layout, random states, …), of which the store understands nothing.
+what the engine knows beside shards (``engine``: step, layout, random states, …), which means nothing to the store.
 Tensors that are no shards (buffers, step counters) are in ``commit-<number>.safetensors`` beside it.
 
     {"format": "infinity-commit", "version": 1, "checksum": "<xxh3_128 of the body>", "body": {...}}
@@ -16,6 +16,7 @@ Nothing here touches a data file. ``commits.py`` writes manifests and decides wh
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -166,7 +167,7 @@ class Manifest(_Record):
                 _check_extent(shard, extent, self.files)
                 ranges.append((extent.file, extent.offset, extent.offset + extent.num_bytes))
         ranges.sort()
-        for (file, _, end), (other, start, _) in zip(ranges, ranges[1:], strict=False):
+        for (file, _, end), (other, start, _) in itertools.pairwise(ranges):
             if file == other and start < end:
                 raise ValueError(f"two extents of {self.files[file].name} overlap at offset {start}")
         return self
