@@ -20,6 +20,7 @@ import pytest
 import infinity
 from infinity.errors import DirectoryError, DirectoryInUseError, DiskFullError, StorageError
 from infinity.store import directory as module
+from infinity.store import held as held_module
 from infinity.store import owner as owner_module
 from infinity.store.directory import JobDirectory, open_directories
 from infinity.store.owner import SCHEMA
@@ -533,7 +534,7 @@ class System:
 
 def use_system(monkeypatch: pytest.MonkeyPatch, system: Any) -> None:
     """Have the directory and its marker make their system calls through ``system``."""
-    for caller in (module, owner_module):
+    for caller in (module, held_module, owner_module):
         monkeypatch.setattr(caller, "os", system)
 
 

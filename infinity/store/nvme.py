@@ -10,7 +10,11 @@ Guarantees
     * A shard is readable once a write of it has ended well. A first write that failed or was cancelled leaves nothing.
       A failed or cancelled overwrite leaves the shard readable with undefined contents: the caller writes it again
       before it reads it, or restores from what it committed.
-    * After ``aclose``, or an ``open`` that failed, no descriptor, thread, file or directory of ours is left.
+    * What ``versions.hold`` has returned stays on the disk as it is until ``let_go``: shards in it are written
+      elsewhere (``versions.py``). This is all that commits need (``commits.py``).
+    * With checksums, what is read is what was written, by this process or by the one before, or a ``MismatchError``.
+    * After ``aclose``, or an ``open`` that failed, no descriptor or thread of ours is left; and no file or directory,
+      but for those of a durable state.
 
 The caller orders the transfers of one shard: no write or delete while another transfer of it is under way. The tier
 refuses what breaks this (``EngineStateError``), because an extent given back too early would be another shard's bytes.
@@ -30,44 +34,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 from infinity.config import BackendName
-from infinity.errors import BudgetError, ConfigError, EngineStateError, StorageError
-from infinity.io.backend import DIRECT_ALIGNMENT, IOStatistics, Priority, Timing, Transfer
+from infinity.errors import ConfigError, EngineStateError, StorageError
+from infinity.io.backend import DIRECT_ALIGNMENT, IOStatistics, Priority, Timing
 from infinity.io.completion import InFlight
 from infinity.io.open import Choice
 from infinity.io.open import open_backend as _open_backend
-from infinity.io.tasks import gather_all
-from infinity.store.shard import Extent, ShardKey
-from infinity.store.volumes import OpenBackend, Volume, Volumes
+from infinity.io.tasks import call_in_executor, gather_all
+from infinity.store.shard import ShardKey
+from infinity.store.state import OpenState
+from infinity.store.versions import Version, Versions, under_way
+from infinity.store.volumes import OpenBackend, Volumes
 from infinity.trace import READ, WRITE, TierUsage, TransferObserver
 
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Shard:
-    """Where a shard's bytes are, in the order of the dictionary and of its lists, and who is moving them."""
-
-    num_bytes: int
-    extents: dict[Volume, list[Extent]]
-    readable: bool
-    writing: bool = False
-    num_reads: int = 0
+Verify = Literal["always", "resume", "off"]
 
 
 class NvmeTier:
     """Shards on NVMe; made by ``NvmeTier.open``. What it guarantees stands at the head of this file."""
 
-    def __init__(self, capacity_bytes: int, observe: TransferObserver | None = None) -> None:
-        self._capacity_bytes = capacity_bytes
+    def __init__(
+        self,
+        capacity_bytes: int,
+        observe: TransferObserver | None = None,
+        *,
+        keeps_checksums: bool = False,
+        checks_reads: bool = False,
+    ) -> None:
         self._observe = observe
-        self._used_bytes = 0
-        self._peak_bytes = 0
+        self._keeps_checksums = keeps_checksums
+        self._checks_reads = checks_reads
+        self._hasher = ThreadPoolExecutor(1, "infinity-checksum")
         self._volumes = Volumes()
-        self._shards: dict[ShardKey, _Shard] = {}
+        self._versions = Versions(self._volumes, capacity_bytes)
         self._in_flight = InFlight()
         self._closing: asyncio.Future[None] | None = None
 
@@ -84,8 +89,12 @@ class NvmeTier:
         rank: int = 0,
         observe: TransferObserver | None = None,
         open_backend: OpenBackend = _open_backend,
+        state: OpenState | None = None,
+        verify: Verify = "off",
     ) -> NvmeTier:
         """Make a job directory below each of ``paths``, and in each a file for its share of ``capacity_bytes``.
+
+        With a durable state, its directories and files serve instead; ``adopt`` then takes over its shards.
 
         Args:
             paths: existing, writable directories; several are striped.
@@ -97,6 +106,9 @@ class NvmeTier:
             rank: rank of this process; ranks may share paths.
             observe: told of each shard that was written or read, on the loop.
             open_backend: opens the backend of one directory.
+            state: the durable state below ``paths``, the tier's from now on.
+            verify: which reads are checked against the checksums of what was written: ``"always"``: all;
+                ``"resume"``: the first of each shard that another process has written.
 
         Raises:
             ConfigError: ``paths`` is empty, or ``weights`` are not one for each.
@@ -109,7 +121,12 @@ class NvmeTier:
             raise ConfigError("nvme: expected at least one directory for the NVMe tier, got none")
         if weights is not None and len(weights) != len(paths):
             raise ConfigError(f"nvme_weights: expected one for each of {len(paths)} directories, got {len(weights)}")
-        tier = cls(capacity_bytes, observe)
+        tier = cls(
+            capacity_bytes,
+            observe,
+            keeps_checksums=state is not None or verify == "always",
+            checks_reads=verify == "always",
+        )
         try:
             await tier._volumes.open(
                 paths,
@@ -120,6 +137,7 @@ class NvmeTier:
                 block_bytes=block_bytes,
                 rank=rank,
                 open_backend=open_backend,
+                state=state,
             )
         except BaseException:
             with contextlib.suppress(StorageError):  # the first failure is the one to repair
@@ -128,8 +146,8 @@ class NvmeTier:
         return tier
 
     def __contains__(self, key: ShardKey) -> bool:
-        shard = self._shards.get(key)
-        return shard is not None and shard.readable
+        version = self._versions.live.get(key)
+        return version is not None and version.readable
 
     async def write(self, key: ShardKey, source: memoryview, *, priority: Priority = Priority.BACKGROUND) -> None:
         """Store all of ``source`` under ``key``: in place if it has the length of the last time, else in new extents.
@@ -146,25 +164,29 @@ class NvmeTier:
             EngineStateError: a transfer of this shard is under way, or the tier is closed.
         """
         assert source.format == "B"
-        shard = self._find_idle(key, "write")
+        before = self._find(key, "write")
         if source.nbytes == 0 or source.nbytes % DIRECT_ALIGNMENT:
             raise self._error(f"{key}: expected a non-zero multiple of {DIRECT_ALIGNMENT} bytes", source)
-        if shard is None or shard.num_bytes != source.nbytes:
-            shard = self._replace(key, source.nbytes)
-        shard.writing = True
+        is_held = before is not None and before.is_held
+        if before is not None and before.num_reads and not is_held:
+            raise under_way(key, "write")
+        version = before
+        if version is None or is_held or version.num_bytes != source.nbytes:
+            version = self._versions.renew(key, source.nbytes)
+        version.writing = True
         try:
             with self._doing(f"write of {key}"):
-                timings, begun = [Timing() for _ in shard.extents], time.perf_counter()
-                await gather_all(
+                timings, begun = [Timing() for _ in version.extents], time.perf_counter()
+                moving = [
                     volume.backend.write_many(batch, priority=priority, timing=timing)
-                    for (volume, batch), timing in zip(_batches(shard, source), timings, strict=True)
-                )
-            shard.readable = True
-            self._report(WRITE, key, shard.num_bytes, begun, timings)
+                    for (volume, batch), timing in zip(version.batches(source), timings, strict=True)
+                ]
+                await gather_all([*moving, self._note_checksums(version, source)])
+            version.readable = True
+            self._report(WRITE, key, version.num_bytes, begun, timings)
         finally:
-            shard.writing = False
-            if not shard.readable:
-                self._release(key)
+            version.writing = False
+            self._versions.settle(key, before if is_held else None)
 
     async def read(self, key: ShardKey, target: memoryview, *, priority: Priority = Priority.DEMAND) -> None:
         """Fill ``target`` with the shard's bytes.
@@ -180,26 +202,37 @@ class NvmeTier:
         """
         assert target.format == "B"
         self._check_open()
-        shard = self._shards.get(key)
-        if shard is None:
+        version = self._versions.live.get(key)
+        if version is None:
             raise self._error(
                 f"{key} is not in the NVMe tier: never written, deleted, or its only write failed", target
             )
-        if shard.writing:
-            raise _under_way(key, "read")
-        if shard.num_bytes != target.nbytes:
-            raise self._error(f"{key}: expected a target of the length that was written", target, shard)
-        shard.num_reads += 1
+        if version.writing:
+            raise under_way(key, "read")
+        await self.read_version(key, version, target, priority=priority)
+
+    async def read_version(
+        self, key: ShardKey, version: Version, target: memoryview, *, priority: Priority = Priority.DEMAND
+    ) -> None:
+        """Fill ``target`` with the bytes of one version, of ``hold``; as ``read``."""
+        if version.num_bytes != target.nbytes:
+            raise self._error(f"{key}: expected a target of the length that was written", target, version)
+        version.num_reads += 1
+        version.num_holders += 1
         try:
             with self._doing(f"read of {key}"):
-                timings, begun = [Timing() for _ in shard.extents], time.perf_counter()
+                timings, begun = [Timing() for _ in version.extents], time.perf_counter()
                 await gather_all(
                     volume.backend.read_many(batch, priority=priority, timing=timing)
-                    for (volume, batch), timing in zip(_batches(shard, target), timings, strict=True)
+                    for (volume, batch), timing in zip(version.batches(target), timings, strict=True)
                 )
-            self._report(READ, key, shard.num_bytes, begun, timings)
+                if version.checksums is not None and (self._checks_reads or version.doubtful):
+                    version.check(key, await call_in_executor(self._hasher, version.digest, target))
+                    version.doubtful = False
+            self._report(READ, key, version.num_bytes, begun, timings)
         finally:
-            shard.num_reads -= 1
+            version.num_reads -= 1
+            self._versions.put_down(version)
 
     def delete(self, key: ShardKey) -> None:
         """Forget a shard and give its extents back; harmless where there is none.
@@ -207,8 +240,11 @@ class NvmeTier:
         Raises:
             EngineStateError: a transfer of this shard is under way, or the tier is closed.
         """
-        if self._find_idle(key, "delete") is not None:
-            self._release(key)
+        version = self._find(key, "delete")
+        if version is not None:
+            if version.num_reads and not version.is_held:
+                raise under_way(key, "delete")
+            self._versions.forget(key)
 
     async def flush(self) -> None:
         """Make every write that has ended durable.
@@ -221,9 +257,19 @@ class NvmeTier:
         with self._doing("flush of the NVMe tier"):
             await self._volumes.sync()
 
+    @property
+    def versions(self) -> Versions:
+        """Which bytes each shard has and had: what commits hold."""
+        return self._versions
+
+    @property
+    def volumes(self) -> Volumes:
+        """The files there are, and what is done to all of them."""
+        return self._volumes
+
     def usage(self) -> TierUsage:
         """Bytes that shards take now, the most they ever took, and the capacity; safe from any thread."""
-        return TierUsage(self._used_bytes, self._peak_bytes, self._capacity_bytes)
+        return self._versions.usage()
 
     def statistics(self) -> IOStatistics:
         """What all backends have moved since they were opened, their probes included; safe from any thread."""
@@ -263,20 +309,26 @@ class NvmeTier:
 
     async def _close(self) -> None:
         await self._in_flight.drained()
-        self._shards.clear()
+        self._hasher.shutdown()
+        self._versions.live.clear()
         await self._volumes.close()
 
     def _check_open(self) -> None:
         if self._closing is not None:
             raise EngineStateError("the NVMe tier is closed")
 
-    def _find_idle(self, key: ShardKey, action: str) -> _Shard | None:
-        """The shard, if there is one; it is an error if a transfer of it is under way."""
+    def _find(self, key: ShardKey, action: str) -> Version | None:
+        """The shard, if there is one; it is an error if it is being written."""
         self._check_open()
-        shard = self._shards.get(key)
-        if shard is not None and (shard.writing or shard.num_reads):
-            raise _under_way(key, action)
-        return shard
+        version = self._versions.live.get(key)
+        if version is not None and version.writing:
+            raise under_way(key, action)
+        return version
+
+    async def _note_checksums(self, version: Version, source: memoryview) -> None:
+        version.checksums = None
+        if self._keeps_checksums:
+            version.checksums = await call_in_executor(self._hasher, version.digest, source)
 
     @contextlib.contextmanager
     def _doing(self, action: str) -> Iterator[None]:
@@ -296,50 +348,10 @@ class NvmeTier:
             end = max(timing.end_seconds for timing in timings)
             self._observe(route, key, start, end, num_bytes=num_bytes, queued_seconds=start - begun)
 
-    def _replace(self, key: ShardKey, num_bytes: int) -> _Shard:
-        """Give ``key`` extents for ``num_bytes`` instead of those it has."""
-        old = self._shards.get(key)
-        used_bytes = self._used_bytes - (old.num_bytes if old is not None else 0)
-        if used_bytes + num_bytes > self._capacity_bytes:
-            raise BudgetError(
-                f"{key} needs {num_bytes} bytes of the NVMe tier, but other shards take {used_bytes} of its "
-                f"{self._capacity_bytes}: short by {used_bytes + num_bytes - self._capacity_bytes}; "
-                f"the smallest capacity_bytes that would do is {used_bytes + num_bytes}"
-            )
-        if old is not None:
-            self._release(key)
-        shard = _Shard(num_bytes, self._volumes.place(num_bytes), readable=old is not None)
-        self._shards[key] = shard
-        self._used_bytes += num_bytes
-        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-        return shard
-
-    def _release(self, key: ShardKey) -> None:
-        shard = self._shards.pop(key)
-        self._used_bytes -= shard.num_bytes
-        for volume, extents in shard.extents.items():
-            for extent in extents:
-                volume.allocator.free(extent)
-
-    def _error(self, message: str, memory: memoryview, shard: _Shard | None = None) -> StorageError:
+    def _error(self, message: str, memory: memoryview, version: Version | None = None) -> StorageError:
         return StorageError(
             message,
             path=self._volumes.path,
-            expected_bytes=shard.num_bytes if shard is not None else None,
+            expected_bytes=version.num_bytes if version is not None else None,
             got_bytes=memory.nbytes,
         )
-
-
-def _under_way(key: ShardKey, action: str) -> EngineStateError:
-    return EngineStateError(f"{action} of {key} while another transfer of it is under way; await that first")
-
-
-def _batches(shard: _Shard, memory: memoryview) -> Iterator[tuple[Volume, list[Transfer]]]:
-    """The shard's memory cut into its extents: one batch for each directory."""
-    start = 0
-    for volume, extents in shard.extents.items():
-        batch = []
-        for extent in extents:
-            batch.append(Transfer(volume.file, extent.offset, memory[start : start + extent.num_bytes]))
-            start += extent.num_bytes
-        yield volume, batch

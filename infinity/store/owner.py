@@ -5,6 +5,7 @@ It is read without trust: whatever is not a marker of this schema, however malfo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -21,6 +22,9 @@ SCHEMA = 1
 OWNER = "owner.json"
 """The marker's file name."""
 
+OWNER_PARTIAL = "owner.json.partial"
+"""What it is called until it takes the place of another."""
+
 
 def open_mark(directory: int, name: str, flags: int) -> int | None:
     """Open the marker or the lock file; ``None`` when there is no such file that infinity could have made."""
@@ -34,6 +38,20 @@ def open_mark(directory: int, name: str, flags: int) -> int | None:
 
 def write_owner(directory: int, rank: int) -> None:
     """Write the marker into an open directory, durably; it must not be there yet."""
+    _write(directory, rank, OWNER)
+    os.fsync(directory)
+
+
+def replace_owner(directory: int, rank: int) -> None:
+    """Make the marker in an open directory this process's, durably: there is one at any time."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(OWNER_PARTIAL, dir_fd=directory)
+    _write(directory, rank, OWNER_PARTIAL)
+    os.rename(OWNER_PARTIAL, OWNER, src_dir_fd=directory, dst_dir_fd=directory)
+    os.fsync(directory)
+
+
+def _write(directory: int, rank: int, name: str) -> None:
     try:
         version = metadata.version("infinity")
     except metadata.PackageNotFoundError:
@@ -53,12 +71,11 @@ def write_owner(directory: int, rank: int) -> None:
         "process_start_time": psutil.Process().create_time(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    descriptor = os.open(OWNER, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=directory)
+    descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=directory)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(owner, file, indent=2)
         file.flush()
         os.fsync(descriptor)
-    os.fsync(directory)
 
 
 def read_owner(directory: int) -> dict[str, object] | None:

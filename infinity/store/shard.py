@@ -83,6 +83,29 @@ class ExtentAllocator:
                 break
         return extents
 
+    def reserve(self, extent: Extent) -> None:
+        """Take this very range.
+
+        Raises:
+            BudgetError: it is not free; nothing is taken.
+        """
+        at = bisect.bisect_right(self._holes, (extent.offset, self.size_bytes)) - 1
+        hole = self._holes[at] if at >= 0 else Extent(0, 0)
+        end, hole_end = extent.offset + extent.num_bytes, hole.offset + hole.num_bytes
+        if end > hole_end:
+            raise BudgetError(f"the extent of {extent.num_bytes} bytes at {extent.offset} is not free")
+        parts = [Extent(hole.offset, extent.offset - hole.offset), Extent(end, hole_end - end)]
+        self._holes[at : at + 1] = [part for part in parts if part.num_bytes]
+        self.free_bytes -= extent.num_bytes
+
+    def grow(self, size_bytes: int) -> None:
+        """The file has become larger: what is new is free."""
+        assert size_bytes >= self.size_bytes
+        added = Extent(self.size_bytes, size_bytes - self.size_bytes)
+        self.size_bytes = size_bytes
+        if added.num_bytes:
+            self.free(added)
+
     def _take(self, hole: Extent, num_bytes: int) -> Extent:
         at = bisect.bisect_left(self._holes, hole)
         rest = Extent(hole.offset + num_bytes, hole.num_bytes - num_bytes)

@@ -14,23 +14,56 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from infinity.config import BackendName
 from infinity.errors import DiskFullError
-from infinity.io.backend import Backend, File, IOStatistics
+from infinity.io.backend import DIRECT_ALIGNMENT, Backend, File, IOStatistics
 from infinity.io.completion import call_in_thread
 from infinity.io.open import Choice
 from infinity.io.tasks import gather_all
 from infinity.store.directory import JobDirectory, open_directories
 from infinity.store.shard import Extent, ExtentAllocator
 from infinity.store.speeds import Candidate, weigh
+from infinity.store.state import OpenState, new_file_name
 from infinity.store.striping import cut, divide_capacity
 
 MARGIN_BYTES = 16 << 20
 """What must stay free on a file system beyond our files: its own metadata for them, and other people's logs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Files:
+    """Data files of one directory.
+
+    Attributes:
+        active: the one to be written on.
+        active_bytes: its size, where it exists.
+        retired: names and sizes of those that are only read.
+    """
+
+    active: str
+    active_bytes: int | None = None
+    retired: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def _files_of(state: OpenState | None, num_directories: int) -> list[_Files]:
+    if state is None:
+        return [_Files("shards.bin")] * num_directories
+    found = []
+    for index, directory in enumerate(state.directories):
+        sizes = {
+            name: os.stat(name, dir_fd=directory.descriptor).st_size
+            for name, place in state.places.items()
+            if place == index
+        }
+        active = state.active_file(index)
+        active_bytes = None if active is None else sizes.pop(active) // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+        found.append(_Files(active or new_file_name(), active_bytes, sizes))
+    return found
 
 
 class OpenBackend(Protocol):
@@ -68,7 +101,8 @@ class Volumes:
         self.choices: dict[Path, Choice] = {}
         self._directories: list[JobDirectory] = []
         self._backends: list[Backend] = []
-        self._volumes: list[Volume] = []
+        self._volumes: list[Volume] = []  # one for each directory
+        self._retired: list[Volume] = []  # that are only read: somebody else has links to their files
 
     async def open(
         self,
@@ -81,13 +115,18 @@ class Volumes:
         block_bytes: int,
         rank: int,
         open_backend: OpenBackend,
+        state: OpenState | None,
     ) -> None:
         """Make a job directory below each of ``paths``, and in each a file for its share of ``capacity_bytes``.
 
         Arguments and errors are those of ``NvmeTier.open``.
         """
-        await call_in_thread(lambda: self._directories.extend(open_directories(paths, rank=rank)))
-        free_bytes, devices = await call_in_thread(self._survey)
+        if state is None:
+            await call_in_thread(lambda: self._directories.extend(open_directories(paths, rank=rank)))
+        else:
+            self._directories.extend(state.directories)
+        found = await call_in_thread(lambda: _files_of(state, len(self._directories)))
+        free_bytes, devices = await call_in_thread(lambda: self._survey(found))
         room_bytes = {device: max(0, free - MARGIN_BYTES) for device, free in free_bytes.items()}
         if divide_capacity(capacity_bytes, (1.0,) * len(devices), devices, room_bytes) is None:
             self._refuse(capacity_bytes, capacity_bytes - sum(room_bytes.values()), free_bytes, devices)
@@ -105,13 +144,17 @@ class Volumes:
         )
         shares = divide_capacity(capacity_bytes, weighed.values, devices, room_bytes)
         assert shares is not None, "room does not depend on weights"
-        for directory, backend, share_bytes, weight, reason in zip(
-            self._directories, self._backends, shares, weighed.values, weighed.reasons, strict=True
+        for directory, backend, share_bytes, weight, reason, files in zip(
+            self._directories, self._backends, shares, weighed.values, weighed.reasons, found, strict=True
         ):
             choice = self.choices[directory.path]
             self.choices[directory.path] = dataclasses.replace(choice, reasons=(*choice.reasons, reason))
-            file = await backend.open_file(directory.path / "shards.bin", create=True)
-            self._volumes.append(Volume(backend, file, ExtentAllocator(share_bytes), weight))
+            file = await backend.open_file(directory.path / files.active, create=files.active_bytes is None)
+            size_bytes = max(share_bytes, files.active_bytes or 0)
+            self._volumes.append(Volume(backend, file, ExtentAllocator(size_bytes), weight))
+            for name, num_bytes in files.retired.items():
+                file = await backend.open_file(directory.path / name)
+                self._retired.append(Volume(backend, file, ExtentAllocator(num_bytes), weight))
         await gather_all(
             volume.backend.preallocate(volume.file, volume.allocator.size_bytes)
             for volume in self._volumes
@@ -141,6 +184,10 @@ class Volumes:
     def path(self) -> Path:
         """The first file, for errors that concern no other."""
         return self._volumes[0].file.path
+
+    def of_file(self, name: str) -> Volume:
+        """The volume whose file has this name."""
+        return next(volume for volume in (*self._volumes, *self._retired) if volume.file.path.name == name)
 
     def place(self, num_bytes: int) -> dict[Volume, list[Extent]]:
         """Take room for a shard: as suits the directories' speed, and what does not fit there wherever room is.
@@ -179,12 +226,14 @@ class Volumes:
                 total.extra[name] = total.extra.get(name, 0.0) + value
         return total
 
-    def _survey(self) -> tuple[dict[int, int], list[int]]:
-        """What each file system has free, by its number, and the number of each directory's."""
+    def _survey(self, found: Sequence[_Files]) -> tuple[dict[int, int], list[int]]:
+        """What each file system has for us, by its number, and the number of each directory's."""
         devices = [directory.device for directory in self._directories]
         free_bytes = {
             device: directory.free_bytes() for device, directory in zip(devices, self._directories, strict=True)
         }
+        for device, files in zip(devices, found, strict=True):
+            free_bytes[device] += files.active_bytes or 0  # ours already
         return free_bytes, devices
 
     def _refuse(

@@ -1,0 +1,216 @@
+"""``OpenState``: the state directories of a run, and the commits that are in them.
+
+``open_state`` takes the directories over, finds the commits of which every record is whole, and removes what no commit
+has: files that a crash left half written, data files that no commit names. Which of the commits are used is then the
+caller's decision (``Commits``, ``NvmeTier``); a state directory without any is as good as new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infinity.errors import ManifestError, StorageError
+from infinity.store.directory import StateDirectory, open_state_directories
+from infinity.store.files import DirectoryFiles
+from infinity.store.manifest import (
+    COMMIT_NAME,
+    DATA_NAME,
+    Manifest,
+    StoredExtent,
+    decode,
+    long_checksum,
+    manifest_name,
+    tensors_name,
+)
+
+OpenFiles = Callable[[StateDirectory], DirectoryFiles]
+
+
+@dataclass(slots=True)
+class OpenState:
+    """State directories that are held, and what is in them.
+
+    Attributes:
+        directories: one below each NVMe path, in the order of the paths.
+        files: the small files of the one that has the commits, or is to have them.
+        state: names the run's state.
+        manifests: the commits, oldest first.
+        places: where each data file is that they name: the index of its directory.
+        faults: what is wrong with records that were found and are not in ``manifests``.
+    """
+
+    directories: list[StateDirectory]
+    files: DirectoryFiles
+    state: str
+    manifests: list[Manifest]
+    places: dict[str, int]
+    faults: list[ManifestError] = field(default_factory=list)
+
+    def active_file(self, index: int) -> str | None:
+        """The data file of a directory that can be written on: the largest that nobody else has linked."""
+        directory = self.directories[index]
+        sizes = {}
+        for name, place in self.places.items():
+            if place == index:
+                status = os.stat(name, dir_fd=directory.descriptor)
+                if status.st_nlink == 1:
+                    sizes[name] = status.st_size
+        return max(sizes, key=lambda name: (sizes[name], name), default=None)
+
+    def read_tensors(self, manifest: Manifest) -> bytes | None:
+        """The content of a commit's file of tensors.
+
+        Raises:
+            StorageError: it cannot be read.
+            ManifestError: it is not what was written.
+        """
+        return None if manifest.tensors is None else _tensors(self.files, manifest)
+
+    def close(self) -> None:
+        """Release the directories."""
+        for directory in self.directories:
+            directory.close()
+
+
+def new_file_name() -> str:
+    """For a data file: no two have the same."""
+    return f"shards-{secrets.token_hex(8)}.bin"
+
+
+def open_state(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    rank: int = 0,
+    open_files: OpenFiles = DirectoryFiles,
+) -> OpenState:
+    """Take over the state directories below ``paths``, or make them. Synchronous; belongs on a worker thread.
+
+    Args:
+        paths: existing, writable directories.
+        rank: of this process.
+        open_files: how small files are written.
+
+    Raises:
+        DirectoryError: as for ``open_directories``.
+        ManifestError: the directories hold commits, and none of them is whole; or those of different states.
+        StorageError: the system reported an error, or a data file that a commit names is missing or too short.
+    """
+    directories = open_state_directories(paths, rank=rank)
+    with contextlib.ExitStack() as stack:
+        for directory in directories:
+            stack.callback(directory.close)
+        every = [open_files(directory) for directory in directories]
+        home = next((files for files in every if any(COMMIT_NAME.fullmatch(name) for name in files.names())), every[0])
+        manifests, faults = _read_commits(home)
+        if faults and not manifests:
+            raise ManifestError(
+                f"none of {len(faults)} commits can be used; the newest: {faults[-1]}. Restore another checkpoint, or "
+                "remove the directory to begin anew",
+                path=home.path,
+            ) from faults[-1]
+        if len({manifest.state for manifest in manifests}) > 1:
+            raise ManifestError("expected commits of one state, got those of several", path=home.path)
+        places = _find_data(every, manifests)
+        _remove_orphans(every, home, manifests, places, faults)
+        state = manifests[-1].state if manifests else secrets.token_hex(16)
+        stack.pop_all()
+        return OpenState(directories, home, state, manifests, places, faults)
+
+
+def _read_commits(files: DirectoryFiles) -> tuple[list[Manifest], list[ManifestError]]:
+    """The commits that are whole, oldest first, and why the others are not."""
+    manifests, faults = [], []
+    for name in files.names():
+        match = COMMIT_NAME.fullmatch(name)
+        if match is None or match[2] != "json" or match[3]:
+            continue
+        try:
+            manifest = decode(files.read(name), files.path / name)
+            if manifest_name(manifest.number) != name:
+                raise ManifestError(f"expected commit {int(match[1])}, got {manifest.number}", path=files.path / name)
+            if manifest.tensors is not None:
+                _tensors(files, manifest)
+            manifests.append(manifest)
+        except ManifestError as error:
+            faults.append(error)
+    return sorted(manifests, key=lambda manifest: manifest.number), faults
+
+
+def _tensors(files: DirectoryFiles, manifest: Manifest) -> bytes:
+    name, expected = tensors_name(manifest.number), manifest.tensors
+    assert expected is not None
+    if name not in files.names():
+        raise ManifestError("commit cannot be used: its file of tensors is missing", path=files.path / name)
+    size_bytes = files.size_bytes(name)
+    content = files.read(name) if size_bytes == expected.num_bytes else b""
+    if size_bytes != expected.num_bytes or long_checksum(content) != expected.checksum:
+        raise ManifestError(
+            f"commit cannot be used: its file of tensors is damaged: expected {expected.num_bytes} bytes of checksum "
+            f"{expected.checksum}, got {size_bytes} bytes"
+            + (f" of checksum {long_checksum(content)}" if size_bytes == expected.num_bytes else ""),
+            path=files.path / name,
+        )
+    return content
+
+
+def _find_data(every: Sequence[DirectoryFiles], manifests: Sequence[Manifest]) -> dict[str, int]:
+    """In which directory each data file is that a commit names.
+
+    Raises:
+        StorageError: one is missing, or shorter than a commit says.
+    """
+    found = {name: index for index, files in enumerate(every) for name in files.names() if DATA_NAME.fullmatch(name)}
+    places = {}
+    for manifest in manifests:
+        for file in manifest.files:
+            if file.name not in found:
+                searched = ", ".join(str(files.path) for files in every)
+                raise StorageError(
+                    f"commit {manifest.number} needs data file {file.name}, which was in {file.directory} and is in "
+                    f"none of: {searched}; give all NVMe directories that the run had",
+                    path=every[0].path / file.name,
+                )
+            places[file.name] = found[file.name]
+            size_bytes = every[found[file.name]].size_bytes(file.name)
+            needed = max((e.offset + e.num_bytes for e in _extents(manifest, file.name)), default=0)
+            if size_bytes < needed:
+                raise StorageError(
+                    f"commit {manifest.number}: the data file was cut short",
+                    path=every[found[file.name]].path / file.name,
+                    expected_bytes=needed,
+                    got_bytes=size_bytes,
+                )
+    return places
+
+
+def _extents(manifest: Manifest, name: str) -> list[StoredExtent]:
+    return [extent for shard in manifest.shards for extent in shard.extents if manifest.files[extent.file].name == name]
+
+
+def _remove_orphans(
+    every: Sequence[DirectoryFiles],
+    home: DirectoryFiles,
+    manifests: Sequence[Manifest],
+    places: dict[str, int],
+    faults: Sequence[ManifestError],
+) -> None:
+    """Remove data files that no commit names, and records of commits that never were; damaged ones stay to be seen."""
+    kept = {manifest_name(manifest.number) for manifest in manifests}
+    kept |= {tensors_name(manifest.number) for manifest in manifests if manifest.tensors is not None}
+    kept |= {Path(fault.path).with_suffix(suffix).name for fault in faults for suffix in (".json", ".safetensors")}
+    for index, files in enumerate(every):
+        doomed = [
+            name
+            for name in files.names()
+            if (DATA_NAME.fullmatch(name) and places.get(name) != index)
+            or (COMMIT_NAME.fullmatch(name) and (files is not home or name not in kept))
+        ]
+        for name in doomed:
+            files.unlink(name)
+        if doomed:
+            files.sync()
