@@ -200,6 +200,28 @@ class Config(BaseModel):
     the last bit; ``engine.grad_norm`` is the norm before. The norm needs all gradients, so no sub-group is stepped
     under backward. A value larger than any norm only measures. ``None``: no clipping, and no norm."""
 
+    durability: Literal["off", "checkpoint"] | Annotated[int, Number, Field(ge=1)] = "off"
+    """``"off"``: what is on ``nvme`` ends with the run. ``"checkpoint"``: the state on ``nvme`` is kept, and
+    ``engine.commit()`` makes the moments to which a later run, or ``engine.rollback()``, returns, bit for bit, whatever
+    kills this one. A number: a commit also after every so many steps, beside training. Needs ``nvme``, with room for
+    the state ``retained_commits + 1`` times."""
+
+    resume: Literal["never", "auto", "must"] = "never"
+    """What to do with a state that is on ``nvme`` already. ``"never"``: refuse to start there. ``"auto"``: go on from
+    its last commit, or begin where there is none. ``"must"``: go on, and refuse to begin."""
+
+    retained_commits: Annotated[int, Number, Field(ge=1, le=1000)] = 1
+    """How many commits are kept, the last ones. What did not change between two is there once."""
+
+    verify: Literal["always", "resume", "off"] = "resume"
+    """Which shards are checked, when they are read from ``nvme``, against the checksums of what was written:
+    ``"resume"``: those of a run before, once; ``"always"``: all (0.1 s of a core for each GB, read or written)."""
+
+    on_nonfinite: Literal["continue", "error", "rollback"] = "continue"
+    """What ``step()`` does when a gradient is infinite or NaN, other than by overflow in fp16. ``"continue"``: as
+    PyTorch does, step with it. ``"error"``: raise ``NonFiniteError`` before anything is stepped. ``"rollback"``: go
+    back to the last commit, and warn. Both take the norm of each gradient, so nothing is stepped under backward."""
+
     io_backend: BackendName = "auto"
     """``"threads"``: direct I/O on worker threads. ``"uring"``: io_uring, which Linux may refuse to containers.
     ``"aiofiles"``: portable. ``"auto"``: the best that a probe in the target directory shows to work; io_uring only
@@ -228,6 +250,20 @@ class Config(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             _refuse(error)
+
+    @field_validator("durability")
+    @classmethod
+    def _durable_where(cls, durability: str | int, info: ValidationInfo) -> str | int:
+        if durability != "off" and info.data.get("nvme") == ():
+            raise ValueError("commits are kept on nvme: give directories there, or durability='off'")
+        return durability
+
+    @field_validator("on_nonfinite")
+    @classmethod
+    def _rollback_to_what(cls, what: str, info: ValidationInfo) -> str:
+        if what == "rollback" and info.data.get("durability", "") == "off":
+            raise ValueError("'rollback' needs commits: set durability='checkpoint' or a number of steps")
+        return what
 
     @field_validator("nvme_weights")
     @classmethod

@@ -43,6 +43,10 @@ class NonFiniteError(InfinityError, RuntimeError):
     """A norm of gradients is infinite or NaN where it must not be."""
 
 
+class NonFiniteWarning(UserWarning):
+    """The engine has gone back to a commit because a gradient was infinite or NaN."""
+
+
 class BudgetError(InfinityError, MemoryError):
     """A need can never fit a tier's budget; the message shows the arithmetic and the smallest budget that would do."""
 
@@ -103,6 +107,10 @@ class ManifestError(StorageError):
 
 class NoCommitError(StorageError):
     """There is no committed state to resume from, roll back to or read."""
+
+
+class UncertainCommitError(StorageError):
+    """A commit failed, and so did taking back its record: it may be there after a crash, whole."""
 
 
 class DiskFullError(StorageError):

@@ -17,8 +17,11 @@ from infinity.engine.accumulation import Accumulation, Horizontal
 from infinity.engine.activations import ActivationShards, Offload
 from infinity.engine.activity import Activity
 from infinity.engine.budget import plan_for, plan_within
+from infinity.engine.capture import Capture
 from infinity.engine.clipping import Clipper
 from infinity.engine.compiled import CompiledBlocks, check_compiling
+from infinity.engine.durability import Durability, Scratch
+from infinity.engine.durable import Durable
 from infinity.engine.gradients import GradientSink
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.loading import ModelLoader
@@ -31,6 +34,7 @@ from infinity.engine.randomness import Generators
 from infinity.engine.recompute import Recomputation
 from infinity.engine.refusals import Refusals
 from infinity.engine.resources import Resources
+from infinity.engine.resume import capacity_bytes, open_for
 from infinity.engine.saved import Keeper, KeepInPlace
 from infinity.engine.scaling import scaling_for
 from infinity.engine.shadow import probe
@@ -47,16 +51,18 @@ from infinity.engine.wrap import find_blocks
 from infinity.engine.writer import WeightWriter
 from infinity.io.cores import warn_of_excess
 from infinity.io.numa import choose_placement
+from infinity.store.commits import Commits
 from infinity.store.device import AcceleratorDevice, ArenaDevice, Piece
 from infinity.store.nvme import NvmeTier
 from infinity.store.store import TieredStore
 from infinity.trace import OPTIMIZER, Recorder, ShardSpans, StepStats
 
 
-def check_forward(gathered: Gathered, steps: OptimizerSteps) -> None:
+def check_forward(gathered: Gathered, steps: OptimizerSteps, durability: Durability) -> None:
     """Raise where no forward may begin. No method of the engine: the model's hooks must not keep that alive."""
     gathered.check()
     steps.check()
+    durability.proceed()
 
 
 class Assembly(ABC):
@@ -100,6 +106,7 @@ class Assembly(ABC):
             overlaps = config.overlap and not traits.is_serial
             overlaps = overlaps and self._plan.can_overlap(config.ram, uploads=device.type != "cpu")
             waits = config.max_grad_norm is not None or self._scaling.must_check()
+            waits = waits or config.on_nonfinite != "continue"
             num_backwards = config.accumulation_steps if overlaps and not waits else None
             self._orders = Orders(
                 self._units, self._parts, self._plan.step_keys, under_backward=num_backwards is not None
@@ -107,9 +114,11 @@ class Assembly(ABC):
             self._build_tiers(device)
             self._build_schedule()
             self._build_steps(optimizer, overlaps=overlaps, num_backwards=num_backwards)
+            self._durability = self._build_durability(optimizer, device)
             self._take_over(optimizer, device)
             self._build_accumulation(device)
             self._resources.handles.append(Recomputation(list(recomputed.values())))
+            self._durability.begin()
         except BaseException:
             self._resources.close()
             raise
@@ -124,6 +133,14 @@ class Assembly(ABC):
     @abstractmethod
     def _settle(self, what: str) -> None:
         """Have nothing under way, for something that reads or changes state between steps."""
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Refuse what comes after ``close``."""
+
+    @abstractmethod
+    def _forget_gradients(self) -> None:
+        """Discard all gradients, whatever they wait for."""
 
     @abstractmethod
     def _begin_step(self) -> bool:
@@ -145,15 +162,18 @@ class Assembly(ABC):
         config, resources, orders = self.config, self._resources, self._orders
         transfers = ShardSpans(self.recorder, self.unit_names)
         if config.nvme:
+            state = resources.state = resources.loop.run(open_for(config))
             resources.nvme = resources.loop.run(
                 NvmeTier.open(
                     config.nvme,
-                    capacity_bytes=self._plan.nvme_bytes + config.activation_bytes,
+                    capacity_bytes=capacity_bytes(self._plan, config, state),
                     backend_name=config.io_backend,
                     num_threads=config.io_num_threads,
                     block_bytes=config.io_block_bytes,
                     weights=config.nvme_weights,
                     observe=transfers,
+                    state=state,
+                    verify=config.verify,
                 )
             )
         placement = choose_placement(device, config.nvme)
@@ -233,6 +253,34 @@ class Assembly(ABC):
             worker=self._resources.worker,
         )
 
+    def _build_durability(self, optimizer: torch.optim.Optimizer, device: torch.device) -> Durability:
+        config, state, nvme = self.config, self._resources.state, self._resources.nvme
+        if state is None or nvme is None:
+            return Scratch()
+        commits = Commits(nvme, state, num_retained=config.retained_commits, doubtful=config.verify != "off")
+        capture = Capture(
+            self.module,
+            optimizer,
+            self._units,
+            self._plan,
+            self._store,
+            self._stepper,
+            self._scaling,
+            Generators(device),
+            config,
+        )
+        durable = Durable(
+            self._resources.loop,
+            self._store,
+            commits,
+            state,
+            capture,
+            stepped=self._stream.stepped,
+            every=config.durability if isinstance(config.durability, int) else None,
+        )
+        self._steps.before_change = durable.join
+        return durable
+
     def _build_accumulation(self, device: torch.device) -> None:
         config, hooks, gradients, generators = self.config, self._hooks, self._gradients, Generators(device)
         around = frozenset(unit.index for unit in self._units if any(m is self.module for _, m in unit.triggers))
@@ -268,7 +316,8 @@ class Assembly(ABC):
         self.buffer_bytes = convert_buffers(self.module, self._precision, device)
         resources.refusals = Refusals(self.module, self._units)
         loader = Loader(loop, self._store, optimizer, compute=stepper.compute, **formats)
-        stepper.adopt(loader.load(self._units))
+        if not self._durability.resume(lambda: loader.leave(self._units)):
+            stepper.adopt(loader.load(self._units))
         self._scheduler.start()
         self._hooks = resources.hooks = ModuleHooks(
             self.module,
@@ -276,7 +325,7 @@ class Assembly(ABC):
             self._scheduler,
             self._gradients,
             self._precision,
-            functools.partial(check_forward, self._gathered, self._steps),
+            functools.partial(check_forward, self._gathered, self._steps, self._durability),
             self._steps,
             self._activity,
             self._keeper(),

@@ -90,6 +90,14 @@ class Plan:
         """The most that NVMe may have to hold."""
         return sum(sum(self.shard_bytes(part).values()) for part in self.parts)
 
+    @property
+    def committed_bytes(self) -> int:
+        """The most that one commit may hold: all of it but gradients."""
+        gradients = (GRAD, GRAD_SUM)
+        return sum(
+            size for part in self.parts for kind, size in self.shard_bytes(part).items() if kind not in gradients
+        )
+
     def step_bytes(self, part: Part) -> int:
         """Host memory that a step of one sub-group needs."""
         return sum(self._in_step(part).values())

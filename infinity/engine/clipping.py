@@ -125,6 +125,27 @@ class Clipper:
             suspects = self._not_finite(suspects)
         self._scaling.note_check(not suspects)
 
+    def find_nonfinite(self) -> str | None:
+        """The name of a parameter of which the gradient that waits for a step is infinite or NaN.
+
+        Raises:
+            ModelError: a gradient was changed in place while it was away.
+            StorageError: gradients could not be read back.
+        """
+        waiting = self._sink.waiting()
+        if self._norms.norm_type is None:
+            self._norms.ask(math.inf)
+        suspects = self._not_finite(waiting)
+        if suspects and self._norms.norm_type != math.inf:
+            self._norms.ask(math.inf)  # a sum of powers alone may have overflowed
+            suspects = self._not_finite(suspects)
+        for each in suspects:
+            for position in sorted(each.present):
+                norm = self._norms.get(each.part, position)
+                if norm is not None and not bool(norm.isfinite()):
+                    return each.part.slots[position].name
+        return None
+
     def _not_finite(self, waiting: Sequence[PartGradients]) -> list[PartGradients]:
         """Those of which a norm is not finite."""
         norms = []

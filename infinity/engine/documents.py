@@ -29,11 +29,15 @@ _PLAIN = (str, bool, type(None))
 class Writer:
     """Turns values into documents.
 
+    Args:
+        prefix: of the names of its tensors, by which they differ from those of other writers.
+
     Attributes:
         tensors: those that the documents name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "t") -> None:
+        self._prefix = prefix
         self.tensors: dict[str, torch.Tensor] = {}
 
     def write(self, value: Any, where: str) -> Any:
@@ -84,7 +88,7 @@ class Writer:
         )
 
     def _keep(self, tensor: torch.Tensor) -> str:
-        name = f"t{len(self.tensors)}"
+        name = f"{self._prefix}{len(self.tensors)}"
         with torch.no_grad():
             self.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
         return name

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from infinity.engine.accumulation import AccumulationInfo
-from infinity.engine.assembly import Assembly, check_forward
+from infinity.engine.assembly import check_forward
+from infinity.engine.checkpoints import Checkpoints
 from infinity.engine.weights import StreamingStateDict
-from infinity.errors import EngineStateError, ModelError
+from infinity.errors import EngineStateError, InfinityError, ModelError
 from infinity.trace import TierUsage
 
 
-class Engine(Assembly):
+class Engine(Checkpoints):
     """Made by ``infinity.initialize``; a context manager that closes itself.
 
     Attributes:
@@ -238,18 +239,24 @@ class Engine(Assembly):
     def close(self) -> None:
         """End all work and give back memory, files and hooks. Closing twice is harmless.
 
-        State in the tiers is scratch and goes: take ``state_dict()`` before. The model is left with placeholders, and
-        refuses to compute until values are loaded into it.
+        State in the tiers is scratch and goes, but for commits: take ``state_dict()`` before. The model is left with
+        placeholders, and refuses to compute until values are loaded into it.
         """
-        if self._finalizer.detach() is not None:
-            self.optimizer.release_user()
-            self._resources.close()
+        if self._finalizer.alive:
+            try:
+                self._durability.join()
+            finally:
+                self._finalizer.detach()
+                self.optimizer.release_user()
+                self._resources.close()
+            self._durability.check()
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(InfinityError):  # what came first counts
+            self.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused, for ``copy`` and ``pickle`` alike.
@@ -265,7 +272,7 @@ class Engine(Assembly):
     def _check_usable(self) -> None:
         self._check_open()
         self._hooks.settle()
-        check_forward(self._gathered, self._steps)
+        check_forward(self._gathered, self._steps, self._durability)
 
     def _settle(self, what: str) -> None:
         """Have nothing under way, for something that reads or changes state between steps."""
@@ -275,6 +282,8 @@ class Engine(Assembly):
         self._hooks.settle()
         self._gathered.check()
         self._steps.settle()
+        self._durability.join()
+        self._durability.check()
 
     def _load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
         self._settle("load_state_dict")
@@ -305,6 +314,12 @@ class Engine(Assembly):
         self._step_begun = time.perf_counter()
         with self._activity.waiting() as causes:
             self._steps.prepare()
+            causes.append(("optimizer", time.perf_counter()))
+            self._durability.join()
+            causes.append(("commit", time.perf_counter()))
+            self._durability.check()
+            if self._refuses_nonfinite():
+                return False
             if self.config.max_grad_norm is not None:
                 self.grad_norm = self._clipper.clip(self.config.max_grad_norm)
             self._clipper.check_finite()
@@ -326,3 +341,4 @@ class Engine(Assembly):
         self._activity.switch("outside")
         self.last_step = self._account.end_step(self._step_begun)
         self._scaling.end_step()
+        self._durability.end_step()

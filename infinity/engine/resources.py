@@ -17,6 +17,7 @@ from infinity.engine.worker import OptimizerThread, Worker
 from infinity.store.device import DeviceTier
 from infinity.store.loop import LoopThread, register_exit, unregister_exit
 from infinity.store.nvme import NvmeTier
+from infinity.store.state import OpenState
 from infinity.store.store import TieredStore
 
 
@@ -34,6 +35,7 @@ class Resources:
         self._pid = os.getpid()
         self.loop = LoopThread()
         self.stream: StepStream | None = None
+        self.state: OpenState | None = None
         self.nvme: NvmeTier | None = None
         self.store: TieredStore | None = None
         self.device: DeviceTier | None = None
@@ -53,6 +55,8 @@ class Resources:
         with contextlib.ExitStack() as stack:
             if self.refusals is not None:
                 stack.callback(self.refusals.close)
+            if self.state is not None:
+                stack.callback(self.state.close)
             stack.callback(self.loop.close)
             below = self.store or self.nvme
             if below is not None:
@@ -68,5 +72,7 @@ class Resources:
                 stack.callback(self.compiled.remove)
             if (stream := self.stream) is not None:
                 stack.callback(lambda: self.loop.run(stream.aclose()))
-            self.hooks = self.compiled = self.refusals = self.stream = self.device = self.store = self.nvme = None
+            self.hooks = self.compiled = self.refusals = self.stream = self.device = self.store = self.nvme = (
+                self.state
+            ) = None
             self.handles = []

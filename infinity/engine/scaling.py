@@ -18,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -92,6 +93,14 @@ class Scaling(ABC):
     def forget(self) -> None:
         """All gradients were discarded: what was noted of them counts no more."""
 
+    @abstractmethod
+    def state(self) -> dict[str, float]:
+        """What it knows between steps, for ``load_state``."""
+
+    @abstractmethod
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; what is not in it stays."""
+
 
 class NoScaling(Scaling):
     """The loss as it is."""
@@ -120,6 +129,13 @@ class NoScaling(Scaling):
 
     def forget(self) -> None:
         """Nothing is noted."""
+
+    def state(self) -> dict[str, float]:
+        """Nothing is known."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing follows from it."""
 
 
 class LossScaling(Scaling):
@@ -209,6 +225,23 @@ class LossScaling(Scaling):
     def forget(self) -> None:
         """Gradients to come are to be checked anew."""
         self._all_finite = None
+
+    def state(self) -> dict[str, float]:
+        """The scale, and the counters that it follows from."""
+        return {
+            "scale": self.scale,
+            "num_good": self._num_good,
+            "num_left": self._num_left,
+            "num_skipped_steps": self.num_skipped_steps,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; a scale that is not dynamic stays as it was configured."""
+        if self._is_dynamic and "scale" in state:
+            self._scale = torch.tensor(float(state["scale"]), dtype=torch.float32)
+        self._num_good = int(state.get("num_good", self._num_good))
+        self._num_left = int(state.get("num_left", self._num_left))
+        self.num_skipped_steps = int(state.get("num_skipped_steps", self.num_skipped_steps))
 
     def _grow(self) -> None:
         self._num_good += 1

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import nn
 
 from infinity.engine.formats import FormatOf, Master, Whole
+from infinity.engine.states import StateFormatOf
 from infinity.engine.substep import PartState
 from infinity.engine.unit import Part, Slot, Unit
 from infinity.errors import ManifestError
@@ -169,13 +170,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def layout_of(part: Part, state: PartState, format_of: FormatOf, states_as: StatesAs) -> PartLayout:
+def layout_of(
+    part: Part, state: PartState, format_of: FormatOf, state_format_of: StateFormatOf, states_as: StatesAs
+) -> PartLayout:
     """What a part's shards look like now.
 
     Args:
         part: which.
         state: what the optimizer knows of it.
         format_of: how its weights are stored.
+        state_format_of: how its optimizer states are.
         states_as: ``Config.optimizer_states``.
     """
     stored = format_of(part)
@@ -194,7 +198,11 @@ def layout_of(part: Part, state: PartState, format_of: FormatOf, states_as: Stat
             for slot in part.slots
         ],
         states={
-            name: StateLayout(dtype=dtype_name(dtype), stored=states_as, slots=sorted(positions))
+            name: StateLayout(
+                dtype=dtype_name(dtype),
+                stored="full" if state_format_of(part, dtype).is_exact else states_as,
+                slots=sorted(positions),
+            )
             for name, (dtype, positions) in sorted(state.shards.items())
         },
     )

@@ -177,6 +177,14 @@ class Loader:
         finally:
             self._materialize = Materializer()  # and free what the last one has made
 
+    def leave(self, units: Sequence[Unit]) -> None:
+        """Leave placeholders, and forget all values and states: those in the store are to be used."""
+        for unit in units:
+            for part in unit.parts:
+                for slot in part.slots:
+                    self._empty(unit, part, slot)
+                    self._optimizer.state.pop(slot.param, None)
+
     def _load_part(self, unit: Unit, part: Part) -> PartState:
         weights = self._format_of(part).create(self._store, part, _OWNER)
         self._loop.run(weights.pin())

@@ -43,6 +43,11 @@ class StateFormat(ABC):
         """The memory that a step needs beside the shard, the same for all parts."""
         return 0
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether its elements are those that the optimizer made."""
+        return False
+
     @abstractmethod
     def read(
         self, part: Part, position: int, shard: torch.Tensor, run: Run, scratch: torch.Tensor | None
@@ -76,6 +81,8 @@ class Exact(StateFormat):
     Args:
         dtype: theirs.
     """
+
+    is_exact = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

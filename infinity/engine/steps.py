@@ -21,7 +21,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -46,6 +46,10 @@ class OptimizerSteps:
         optimizer: the user's.
         overlaps: whether a step may run beside training.
         worker: computes; it follows the training thread's number of threads, step by step.
+
+    Attributes:
+        overlaps: the same, as long as the optimizer allows it.
+        before_change: called before a step changes anything; waits for who must have the state as it is.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class OptimizerSteps:
         self._error: BaseException | None = None
         self._worker = worker
         self.overlaps = overlaps
+        self.before_change: Callable[[], None] = lambda: None
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -112,6 +117,7 @@ class OptimizerSteps:
             return
         if self._open is None:
             self._finish()
+            self.before_change()
             self._open = Shadow(self._optimizer)
         self._submit(gradients, self._open, in_order_of_need=False)
 
@@ -174,6 +180,11 @@ class OptimizerSteps:
         if not self.overlaps:
             self.join()
             self.check_errors()
+
+    def reset(self) -> None:
+        """The state is another, and whole: what failed counts no more, and what has begun under backward is gone."""
+        self._finish()
+        self._open = self._last = self._error = None
 
     def join(self) -> None:
         """Wait until the last step has ended; what went wrong is raised by ``check``."""

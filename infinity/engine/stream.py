@@ -37,7 +37,7 @@ def half_way(error: BaseException) -> EngineStateError:
     """What everyone is told once a step has failed."""
     return EngineStateError(
         f"an optimizer step, or a change of weights, failed half-way, so the state is no longer whole: {error}; "
-        "start again from your last saved state"
+        "go back to a commit with engine.rollback(), or start again from your last saved state"
     )
 
 
@@ -147,6 +147,22 @@ class StepStream:
         """Wait until nothing is on the way. What failed is left in ``error``."""
         while self._task is not None:
             await asyncio.wait([self._task])
+
+    async def stepped(self) -> None:
+        """Wait until nothing is on the way, and all went well.
+
+        Raises:
+            EngineStateError: a step failed half-way.
+        """
+        await self.drain()
+        if self.error is not None:
+            raise half_way(self.error) from self.error
+
+    def reset(self) -> None:
+        """The state is another, and whole: what failed counts no more. Nothing is on the way."""
+        self._jobs.clear()
+        self._pending.clear()
+        self.error, self._told = None, False
 
     async def aclose(self) -> None:
         """Drop what has not begun and wait for what has."""

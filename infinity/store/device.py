@@ -81,6 +81,11 @@ class DeviceTier(ABC):
         """Drop a unit whose shards are about to change."""
         await self.residency.discard(unit)
 
+    async def invalidate_all(self) -> None:
+        """Drop all units."""
+        for unit in self._units:
+            await self.residency.discard(unit)
+
     def usage(self) -> TierUsage:
         """Bytes leased now, at most, and allowed."""
         return self.pool.usage()

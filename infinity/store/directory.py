@@ -146,7 +146,13 @@ class JobDirectory:
 
 
 class StateDirectory(JobDirectory):
-    """A directory that stays when its job ends, and is taken over by the next: ``<path>/infinity-state-rank<rank>``."""
+    """A directory that stays when its job ends, and is taken over by the next: ``<path>/infinity-state-rank<rank>``.
+
+    Attributes:
+        is_kept: whether it stays. A new one does not, before somebody has made a commit in it.
+    """
+
+    is_kept = False
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, rank: int = 0) -> StateDirectory:
@@ -162,16 +168,17 @@ class StateDirectory(JobDirectory):
             stack.callback(os.close, parent)
             for _ in range(MAX_ATTEMPTS):
                 _remove_dead(parent, path, None)
-                held = claim(parent, name, path / name)
+                found = claim(parent, name, path / name)
+                held = found or create(parent, name, rank)
                 if held is not None:
                     stack.callback(held.close)
-                    replace_owner(held.directory, rank)
-                else:
-                    held = create(parent, name, rank)
-                if held is not None:
+                    if found is not None:
+                        replace_owner(held.directory, rank)
                     os.fsync(parent)
                     stack.pop_all()
-                    return cls(path / name, parent, held)
+                    directory = cls(path / name, parent, held)
+                    directory.is_kept = found is not None
+                    return directory
         raise DirectoryInUseError("other jobs keep starting and ending in this NVMe path; try again", path=path / name)
 
     @property
@@ -180,8 +187,14 @@ class StateDirectory(JobDirectory):
         return self._held.directory
 
     def close(self) -> None:
-        """Release the lock; all files stay. Closing twice is harmless; in a forked child it does nothing."""
-        if self._end():
+        """Release the lock; all files stay if it is kept. Closing twice is harmless; in a forked child it does nothing.
+
+        Raises:
+            StorageError: it is not kept, and something could not be removed.
+        """
+        if not self.is_kept:
+            self.remove()
+        elif self._end():
             self._close_descriptors()
 
 

@@ -235,8 +235,8 @@ class Residency(Generic[K]):
         while tasks := [resident.task for resident in self._residents.values() if resident.task is not None]:
             await asyncio.wait(tasks)
 
-    async def flush(self) -> None:
-        """Write every dirty resident back.
+    async def flush(self, belongs: Callable[[K], bool] = lambda key: True) -> None:
+        """Write every dirty resident back that belongs to what is flushed.
 
         Raises:
             StorageError: the first write that failed; what it held stays dirty and readable.
@@ -244,7 +244,7 @@ class Residency(Generic[K]):
         if not self._moving.can_write:
             return
         tasks = []
-        for resident in self._residents.values():
+        for resident in filter(lambda resident: belongs(resident.key), self._residents.values()):
             if resident.state is State.DIRTY:
                 tasks.append(self._moving.write(resident, Priority.BACKGROUND))
             elif resident.state is State.WRITING and resident.task is not None:

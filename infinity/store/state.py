@@ -37,7 +37,8 @@ class OpenState:
 
     Attributes:
         directories: one below each NVMe path, in the order of the paths.
-        files: the small files of the one that has the commits, or is to have them.
+        every: the small files of each.
+        files: those of the one that has the commits, or is to have them.
         state: names the run's state.
         manifests: the commits, oldest first.
         places: where each data file is that they name: the index of its directory.
@@ -45,11 +46,13 @@ class OpenState:
     """
 
     directories: list[StateDirectory]
+    every: list[DirectoryFiles]
     files: DirectoryFiles
     state: str
     manifests: list[Manifest]
     places: dict[str, int]
     faults: list[ManifestError] = field(default_factory=list)
+    _is_durable: bool = False
 
     def active_file(self, index: int) -> str | None:
         """The data file of a directory that can be written on: the largest that nobody else has linked."""
@@ -61,6 +64,22 @@ class OpenState:
                 if status.st_nlink == 1:
                     sizes[name] = status.st_size
         return max(sizes, key=lambda name: (sizes[name], name), default=None)
+
+    def keep(self) -> None:
+        """There is a commit: the directories stay when the run ends."""
+        for directory in self.directories:
+            directory.is_kept = True
+
+    def make_durable(self) -> None:
+        """See to it that the data files are found after a crash; they are all made by now.
+
+        Raises:
+            StorageError: the system reported an error.
+        """
+        if not self._is_durable:
+            for files in self.every:
+                files.sync()
+            self._is_durable = True
 
     def read_tensors(self, manifest: Manifest) -> bytes | None:
         """The content of a commit's file of tensors.
@@ -106,6 +125,9 @@ def open_state(
             stack.callback(directory.close)
         every = [open_files(directory) for directory in directories]
         home = next((files for files in every if any(COMMIT_NAME.fullmatch(name) for name in files.names())), every[0])
+        if not any(COMMIT_NAME.fullmatch(name) for name in home.names()):
+            for directory in directories:  # a run ended before its first commit
+                directory.is_kept = False
         manifests, faults = _read_commits(home)
         if faults and not manifests:
             raise ManifestError(
@@ -119,7 +141,7 @@ def open_state(
         _remove_orphans(every, home, manifests, places, faults)
         state = manifests[-1].state if manifests else secrets.token_hex(16)
         stack.pop_all()
-        return OpenState(directories, home, state, manifests, places, faults)
+        return OpenState(directories, every, home, state, manifests, places, faults)
 
 
 def _read_commits(files: DirectoryFiles) -> tuple[list[Manifest], list[ManifestError]]:

@@ -8,7 +8,7 @@ calls: the engine never lets a gather and an optimizer step of one unit overlap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from infinity.store.optimum import Touch
 from infinity.store.pool import Lease
 from infinity.store.residency import State
 from infinity.store.shard import ShardKey
+from infinity.store.versions import Held
 
 
 class Traffic(NamedTuple):
@@ -195,6 +196,27 @@ class TieredStore:
         await self.host.residency.flush()
         if self._nvme is not None:
             await self._nvme.flush()
+
+    async def hold(self, keys: Collection[ShardKey]) -> Held:
+        """Have shards on NVMe as they are now, and keep these bytes there until ``versions.let_go``.
+
+        Nobody changes them meanwhile. They are written, not yet durable.
+
+        Raises:
+            StorageError: a write failed; its shard stays dirty and readable.
+        """
+        assert self._nvme is not None
+        await self.host.residency.flush(frozenset(keys).__contains__)
+        return self._nvme.versions.hold(keys)
+
+    async def restore(self, held: Held) -> None:
+        """Give shards the bytes that were held; all others are forgotten. Nobody uses any."""
+        assert self._nvme is not None
+        for key in list(self._sizes):
+            await self.host.residency.discard(key)
+        self._nvme.versions.restore(held)
+        self._sizes = {key: version.num_bytes for key, version in held.items()}
+        self._on_nvme = set(held)
 
     def is_dirty(self, key: ShardKey) -> bool:
         """Whether the resident copy is newer than NVMe's."""

@@ -1,0 +1,293 @@
+"""``Capture``: what an engine knows beside the bytes of shards, taken for a commit and given back from one.
+
+It is taken in three moments, because a run that goes on must not wait for its commit:
+
+* ``at_step``: when a step returns, on the training thread: random generators, and positions in data.
+* ``at_next_use``: before the engine is used again, on the training thread: hyper-parameters, schedulers, buffers.
+* ``of_states``: once all sub-groups are stepped, on the loop: which shards there are, and small optimizer states.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import weakref
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.engine.budget import Plan
+from infinity.engine.documents import Reader, Writer
+from infinity.engine.randomness import Generators
+from infinity.engine.scaling import Scaling
+from infinity.engine.snapshot import PartLayout, Snapshot, dtype_name, layout_of, same_layout, torch_dtype
+from infinity.engine.substep import PartState, SubGroupStepper
+from infinity.engine.tracked import Tracked
+from infinity.engine.unit import MASTER, PARAM, Unit, state_kind
+from infinity.errors import ModelError
+from infinity.store.shard import ShardKey
+from infinity.store.store import TieredStore
+
+
+class Capture:
+    """Takes and gives back.
+
+    Args:
+        module: the user's model.
+        optimizer: the user's.
+        units: all units.
+        plan: how shards are stored.
+        store: the shards.
+        stepper: knows the optimizer's states.
+        scaling: the loss scale.
+        generators: the random generators of torch.
+        config: the engine's.
+
+    Attributes:
+        tracked: the objects of the user's that go along.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        plan: Plan,
+        store: TieredStore,
+        stepper: SubGroupStepper,
+        scaling: Scaling,
+        generators: Generators,
+        config: Config,
+    ) -> None:
+        self._module = module
+        self._user = weakref.ref(optimizer)  # whose step() leads to the engine, which is forgotten with it
+        self._units = units
+        self._parts = plan.parts
+        self._plan = plan
+        self._store = store
+        self._stepper = stepper
+        self._scaling = scaling
+        self._generators = generators
+        self._config = config
+        self._names = {slot.param: slot.name for part in plan.parts for slot in part.slots}
+        self.tracked = Tracked()
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._user()
+        assert optimizer is not None
+        return optimizer
+
+    def at_step(self, writer: Writer) -> dict[str, Any]:
+        """Random generators, and positions in data.
+
+        Raises:
+            ModelError: a tracked object has something in its state that cannot be kept.
+        """
+        state = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=True),
+            "torch": self._generators.states(),
+        }
+        return {
+            "random": {name: writer.write(each, f"random state {name}") for name, each in state.items()},
+            "tracked": self.tracked.documents(writer, iterables=True),
+        }
+
+    def at_next_use(self, writer: Writer) -> dict[str, Any]:
+        """Hyper-parameters, the loss scale, buffers, and whatever else is tracked.
+
+        Raises:
+            ModelError: one has something that cannot be kept.
+        """
+        return {
+            "groups": [self._group(writer, index) for index in range(len(self._optimizer.param_groups))],
+            "buffers": {name: writer.write(each, f"buffer {name}") for name, each in _buffers(self._module).items()},
+            "scaling": writer.write(self._scaling.state(), "the loss scale"),
+            "tracked": self.tracked.documents(writer, iterables=False),
+        }
+
+    def of_states(self, writer: Writer) -> dict[str, Any]:
+        """Which shards there are, and the optimizer's states that are none.
+
+        Raises:
+            ModelError: the optimizer has a state that cannot be kept.
+        """
+        small = {}
+        for part in self._parts:
+            for position, states in self._stepper.state_of(part).small.items():
+                name = part.slots[position].name
+                small[name] = writer.write(states, f"the optimizer's state of {name}")
+        return {"parts": list(self.layouts().values()), "small": small}
+
+    def layouts(self) -> dict[int, PartLayout]:
+        """What shards look like now, by index of their part."""
+        states_as = self._config.optimizer_states
+        return {
+            part.index: layout_of(
+                part, self._stepper.state_of(part), self._plan.format_of, self._plan.state_format_of, states_as
+            )
+            for part in self._parts
+        }
+
+    def dtypes(self) -> dict[ShardKey, str]:
+        """The shards that make a state, with the dtypes of their elements."""
+        found = {}
+        for part in self._parts:
+            kinds = dict.fromkeys(self._plan.format_of(part).at_most(part), "int16")
+            kinds |= {PARAM: dtype_name(part.compute_dtype)}
+            kinds |= {MASTER: dtype_name(part.step_dtype)} if MASTER in kinds else {}
+            for name, (dtype, _) in self._stepper.state_of(part).shards.items():
+                is_exact = self._plan.state_format_of(part, dtype).is_exact
+                kinds[state_kind(name)] = dtype_name(dtype) if is_exact else "uint8"
+            found.update({part.key(kind): dtype for kind, dtype in kinds.items() if part.key(kind) in self._store})
+        return found
+
+    def snapshot(self, step: int, *moments: Mapping[str, Any]) -> Snapshot:
+        """All together.
+
+        Args:
+            step: how many steps were taken.
+            moments: what ``at_step``, ``at_next_use`` and ``of_states`` returned.
+        """
+        taken: dict[str, Any] = {}
+        for moment in moments:
+            tracked = {**taken.get("tracked", {}), **moment.get("tracked", {})}
+            taken |= {**moment, "tracked": tracked}
+        return Snapshot.model_validate(
+            {
+                "step": step,
+                "units": [unit.name for unit in self._units],
+                "parts": taken["parts"],
+                "tied": self._tied(),
+                "buffers": taken["buffers"],
+                "persistent_buffers": self._persistent_buffers(),
+                "optimizer": {
+                    "class_name": type(self._optimizer).__name__,
+                    "groups": taken["groups"],
+                    "small": taken["small"],
+                },
+                "random": taken["random"],
+                "scaling": taken["scaling"],
+                "tracked": taken["tracked"],
+                "config": self._config.model_dump(mode="json"),
+                "versions": _versions(),
+            }
+        )
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Refuse the snapshot of another model or optimizer.
+
+        Raises:
+            ModelError: it says what differs first.
+        """
+        ours = {slot.name: list(slot.shape) for part in self._parts for slot in part.slots}
+        theirs = {slot.name: slot.shape for part in snapshot.parts for slot in part.slots}
+        for name in [*ours, *theirs]:
+            if ours.get(name) != theirs.get(name):
+                raise ModelError(
+                    f"the commit is of another model: parameter {name} has shape {theirs.get(name, 'none')} there, and "
+                    f"{ours.get(name, 'none')} here; build the model as it was, or give another NVMe directory"
+                )
+        kind = type(self._optimizer).__name__
+        if snapshot.optimizer.class_name != kind:
+            raise ModelError(
+                f"the commit is of optimizer {snapshot.optimizer.class_name}, and this run has {kind}; build the "
+                "optimizer as it was, or begin another run from exported weights"
+            )
+        groups = [[self._names[param] for param in group["params"]] for group in self._optimizer.param_groups]
+        if [group["params"] for group in snapshot.optimizer.groups] != groups:
+            raise ModelError(
+                f"the commit has optimizer groups of {[len(g['params']) for g in snapshot.optimizer.groups]} "
+                f"parameters, and this run of {[len(names) for names in groups]}, or of others; build the optimizer "
+                "with the groups that it had"
+            )
+
+    def check_layout(self, snapshot: Snapshot) -> None:
+        """Refuse shards that are cut or stored otherwise than this engine's.
+
+        Raises:
+            ModelError: they are.
+        """
+        if not same_layout(snapshot, self._units, self.layouts()):
+            raise ModelError("the commit has another layout")
+
+    def restore_states(self, snapshot: Snapshot, reader: Reader) -> None:
+        """Give the stepper what it knew, for shards that are the commit's own."""
+        states = {}
+        for part, layout in zip(self._parts, snapshot.parts, strict=True):
+            state = PartState()
+            for name, each in layout.states.items():
+                state.shards[name] = (torch_dtype(each.dtype), set(each.slots))
+            for position, slot in enumerate(part.slots):
+                if slot.name in snapshot.optimizer.small:
+                    document = snapshot.optimizer.small[slot.name]
+                    state.small[position] = reader.read(document, f"the optimizer's state of {slot.name}")
+            states[part.index] = state
+        self._stepper.adopt(states)
+
+    def restore(self, snapshot: Snapshot, reader: Reader) -> None:
+        """Give back all but what the stepper knows and the random generators; ``check`` has been called."""
+        for index, (group, saved) in enumerate(
+            zip(self._optimizer.param_groups, snapshot.optimizer.groups, strict=True)
+        ):
+            values = {name: reader.read(each, f"optimizer group {index}") for name, each in saved.items()}
+            group.update({name: value for name, value in values.items() if name != "params"})
+        buffers = _buffers(self._module)
+        for name, document in snapshot.buffers.items():
+            value = reader.read(document, f"buffer {name}")
+            if name not in buffers or buffers[name].shape != value.shape:
+                raise ModelError(f"the commit is of another model: it has a buffer {name} of {tuple(value.shape)}")
+            with torch.no_grad():
+                buffers[name].copy_(value)
+        self._scaling.load_state(reader.read(snapshot.scaling, "the loss scale"))
+        self.tracked.load(snapshot.tracked, reader)
+
+    def restore_random(self, snapshot: Snapshot, reader: Reader) -> None:
+        """Set the random generators."""
+        saved = {name: reader.read(each, f"random state {name}") for name, each in snapshot.random.items()}
+        random.setstate(saved["python"])
+        np.random.set_state(saved["numpy"])
+        self._generators.restore(saved["torch"])
+
+    def _group(self, writer: Writer, index: int) -> dict[str, Any]:
+        group = self._optimizer.param_groups[index]
+        values = {
+            name: writer.write(value, f"hyper-parameter {name!r} of optimizer group {index}")
+            for name, value in group.items()
+            if name != "params"
+        }
+        return {**values, "params": [self._names[param] for param in group["params"]]}
+
+    def _tied(self) -> dict[str, str]:
+        every = self._module.named_parameters(remove_duplicate=False)
+        return {name: self._names[param] for name, param in every if self._names[param] != name}
+
+    def _persistent_buffers(self) -> list[str]:
+        found = []
+        for prefix, module in self._module.named_modules(remove_duplicate=False):
+            kept = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+            found += [f"{prefix}.{name}" if prefix else name for name in kept]
+        return found
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_buffers(remove_duplicate=False))
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = metadata.version("infinity")
+    except metadata.PackageNotFoundError:
+        own = "unknown"
+    return {
+        "infinity": own,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }

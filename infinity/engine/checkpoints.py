@@ -1,0 +1,116 @@
+"""``Checkpoints``: what users call of commits: to make them, to go back to them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from infinity.engine.assembly import Assembly
+from infinity.engine.durability import CommitInfo
+from infinity.errors import EngineStateError, NonFiniteError, NonFiniteWarning
+from infinity.store.commits import Commit
+
+
+class Checkpoints(Assembly):
+    """The part of ``Engine`` that makes commits and goes back to them."""
+
+    def track(self, name: str, tracked: Any) -> bool:
+        """Have the state of an object go along with commits: a scheduler's, a loader's, anything's with ``state_dict``.
+
+        The state of what can be iterated over is taken when ``step()`` returns, that of all others when the engine is
+        next used; so a loop that calls ``scheduler.step()`` after ``engine.step()`` resumes as if never stopped.
+
+        Args:
+            name: the same in every run.
+            tracked: has ``state_dict()`` and ``load_state_dict()``.
+
+        Returns:
+            Whether it was given the state of the commit that was resumed.
+
+        Raises:
+            ModelError: it has none, or the name is another object's.
+        """
+        self._check_open()
+        return self._durability.track(name, tracked)
+
+    def commit(self) -> CommitInfo:
+        """Make the state of now one to which ``rollback`` and a later run return, and wait until it is durable.
+
+        Raises:
+            ConfigError: the run keeps no commits (``Config.durability``).
+            EngineStateError: gradients wait for a step, which no commit has.
+            ModelError: a tracked object, the optimizer or a buffer holds what cannot be kept.
+            StorageError: it could not be written; the commit before stands, and training may go on.
+        """
+        self._settle("commit")
+        self._refuse_gradients("commit()")
+        return self._durability.commit()
+
+    def rollback(self, steps: int = 0) -> CommitInfo:
+        """Go back to a commit, bit for bit, random states and tracked objects included; also after a failure.
+
+        Later commits and all gradients are gone.
+
+        Args:
+            steps: how many optimizer steps ago it was made; 0 for one of now.
+
+        Raises:
+            ConfigError: the run keeps no commits.
+            NoCommitError: none is kept of that step; the message says which are.
+            StorageError: the system reported an error.
+        """
+        self._check_open()
+        self._accumulation.refuse_inside("rollback")
+        self._hooks.refuse_inside("rollback")
+        self._gathered.check()
+        self._durability.join()
+        return self._roll_back(self._durability.find(steps=steps))
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that were taken, skipped ones and those before a resume included."""
+        return self._durability.num_steps
+
+    @property
+    def last_commit(self) -> CommitInfo | None:
+        """The newest commit whose making has ended; ``None``: there is none."""
+        return self._durability.last
+
+    def _refuse_gradients(self, what: str) -> None:
+        if self._gradients.waiting():
+            raise EngineStateError(
+                f"{what}: gradients of a backward wait for a step, and a commit has none; call step() or zero_grad() "
+                "before"
+            )
+
+    def _roll_back(self, commit: Commit) -> CommitInfo:
+        """Forget what is under way and has failed, and make a commit the state."""
+        loop = self._resources.loop
+        self._hooks.recover()
+        self._steps.reset()
+        self._stream.reset()
+        self._forget_gradients()
+        loop.run(self._device.invalidate_all())
+        self._durability.restore(commit)
+        for unit in self._units:
+            unit.version += 1
+        assert self._durability.last is not None
+        return self._durability.last
+
+    def _refuses_nonfinite(self) -> bool:
+        """See ``Config.on_nonfinite``; whether the step is not to be."""
+        what = self.config.on_nonfinite
+        name = None if what == "continue" or self._scaling.inverses else self._clipper.find_nonfinite()
+        if name is None:
+            return False
+        found = f"the gradient of parameter {name} is infinite or NaN in step {self.num_steps + 1}"
+        if what == "error":
+            raise NonFiniteError(
+                f"{found}; nothing has been stepped: discard gradients with zero_grad(), or rollback()"
+            )
+        steps = self._durability.steps_since()
+        info = self._roll_back(self._durability.find(steps=steps))
+        warnings.warn(
+            NonFiniteWarning(f"{found}: went back to commit {info.number}, of step {info.step}"), stacklevel=4
+        )
+        return True

@@ -1,0 +1,140 @@
+"""What an engine does about commits: the contract, and ``Scratch``, which makes none (``durable.py`` does)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from infinity.errors import ConfigError
+from infinity.store.commits import Commit
+
+
+@dataclass(frozen=True, slots=True)
+class CommitInfo:
+    """What a commit was.
+
+    Attributes:
+        number: which.
+        step: how many optimizer steps were taken before it.
+        num_bytes: what its shards take.
+        written_bytes: what had to be written for it: shards that were newer in memory, its record and its tensors.
+        seconds: from when it was due until it was durable; training went on meanwhile.
+        wait_seconds: how long training waited for it.
+    """
+
+    number: int
+    step: int
+    num_bytes: int
+    written_bytes: int = 0
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+
+class Durability(ABC):
+    """What an engine does about commits.
+
+    Attributes:
+        num_steps: how many optimizer steps were taken, skipped ones included, those before a resume too.
+        last: the newest commit.
+    """
+
+    num_steps: int = 0
+    last: CommitInfo | None = None
+
+    @abstractmethod
+    def resume(self, leave: Callable[[], None]) -> bool:
+        """Go on from the commit that was found, before anything is in the store; whether there is one.
+
+        Args:
+            leave: takes the values that the model has out of it.
+        """
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Training may begin: random states are those of the commit that was found."""
+
+    @abstractmethod
+    def track(self, name: str, tracked: Any) -> bool:
+        """Have an object's state go along with commits; whether it got the one of the commit that was resumed."""
+
+    def end_step(self) -> None:
+        """A step was taken."""
+        self.num_steps += 1
+
+    @abstractmethod
+    def proceed(self) -> None:
+        """The engine is used again: take what must be as it was before."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Wait for a commit that is under way; ``check`` tells how it ended."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise what a commit has failed with, once."""
+
+    @abstractmethod
+    def commit(self) -> CommitInfo:
+        """Make one now, and wait for it. Nothing is under way."""
+
+    @abstractmethod
+    def find(self, *, steps: int) -> Commit:
+        """The commit from which training has taken so many steps."""
+
+    def steps_since(self) -> int:
+        """How many steps were taken since the newest commit."""
+        return self.num_steps - (self.last.step if self.last is not None else 0)
+
+    @abstractmethod
+    def restore(self, commit: Commit) -> None:
+        """Go back to a commit. Nothing is under way, and nobody uses any shard."""
+
+
+class Scratch(Durability):
+    """No commits: what is in the tiers ends with the engine."""
+
+    def resume(self, leave: Callable[[], None]) -> bool:
+        """There is none."""
+        return False
+
+    def begin(self) -> None:
+        """Random states are as they are."""
+
+    def track(self, name: str, tracked: Any) -> bool:
+        """Nothing follows from it."""
+        return False
+
+    def proceed(self) -> None:
+        """Nothing is under way."""
+
+    def join(self) -> None:
+        """Nothing is under way."""
+
+    def check(self) -> None:
+        """Nothing has failed."""
+
+    def commit(self) -> CommitInfo:
+        """Refuse.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "commit(): this run keeps no commits; set durability='checkpoint' in Config, or a number of steps"
+        )
+
+    def find(self, *, steps: int) -> Commit:
+        """Refuse.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "rollback(): this run keeps no commits; set durability='checkpoint' in Config, or a number of steps"
+        )
+
+    def restore(self, commit: Commit) -> None:
+        """There is none."""
+        raise AssertionError("a run without commits has none to go back to")

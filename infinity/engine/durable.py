@@ -1,0 +1,328 @@
+"""``Durable``: when commits are made, and how a run goes back to one.
+
+A commit that is due after a step goes beside training, in three parts (``capture.py``):
+
+    step() returns            random states and data positions are taken
+       the loop               waits until all sub-groups are stepped, writes what is newer in memory, holds the bytes
+    the engine is used again  hyper-parameters, schedulers and buffers are taken, before that use changes anything
+       the loop               makes the held bytes durable, and writes the record
+
+so it runs under the next forward. The next change of state, an optimizer step as a rule, waits for it: at any time
+there are the bytes of the commits that are kept and those that training has now, and never a third kind.
+
+A commit that fails leaves the one before, and training may go on: the error is raised by whoever comes next to change
+state, once, and the next commit that is due is tried as if nothing had been.
+
+All but coroutines belongs to the training thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from infinity.engine.capture import Capture
+from infinity.engine.documents import Reader, Writer
+from infinity.engine.durability import CommitInfo, Durability
+from infinity.engine.snapshot import Snapshot, snapshot_of
+from infinity.errors import ManifestError, NoCommitError
+from infinity.io.completion import call_in_thread
+from infinity.store.commits import Commit, Commits
+from infinity.store.loop import LoopThread
+from infinity.store.manifest import manifest_name
+from infinity.store.state import OpenState
+from infinity.store.store import TieredStore
+from infinity.store.versions import Held
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A commit that is due.
+
+    Attributes:
+        step: after which step.
+        begun: when, as ``time.perf_counter`` tells it.
+        writers: have the tensors of what was taken.
+        moments: what was taken.
+        held: the bytes, once the loop has them.
+        made: the commit, once the record is being written.
+        wait_seconds: how long training has waited for it.
+    """
+
+    step: int
+    begun: float
+    writers: list[Writer]
+    moments: list[dict[str, Any]]
+    held: concurrent.futures.Future[_Holding]
+    made: concurrent.futures.Future[tuple[Commit, int]] | None = None
+    wait_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Holding:
+    """Held bytes, and what is known of them.
+
+    Attributes:
+        held: the bytes.
+        dtypes: by shard.
+        states: what ``Capture.of_states`` returned.
+        writer: has its tensors.
+        written_bytes: what had to be written.
+    """
+
+    held: Held
+    dtypes: dict[Any, str]
+    states: dict[str, Any]
+    writer: Writer = field(default_factory=lambda: Writer("s"))
+    written_bytes: int = 0
+
+
+class Durable(Durability):
+    """Commits, when asked for, or after every so many steps.
+
+    Args:
+        loop: the loop thread.
+        store: the shards.
+        commits: those there are.
+        state: the state directories.
+        capture: takes and gives back what is beside shards.
+        stepped: ends when no sub-group is on its way, or raises what a step failed with.
+        every: after how many steps one is due; ``None``: when asked for.
+    """
+
+    def __init__(
+        self,
+        loop: LoopThread,
+        store: TieredStore,
+        commits: Commits,
+        state: OpenState,
+        capture: Capture,
+        *,
+        stepped: Callable[[], Awaitable[None]],
+        every: int | None,
+    ) -> None:
+        self._loop = loop
+        self._store = store
+        self._commits = commits
+        self._state = state
+        self._capture = capture
+        self._stepped = stepped
+        self._every = every
+        self._pending: _Pending | None = None
+        self._error: BaseException | None = None
+        self._found: tuple[Snapshot, Reader] | None = None
+
+    def resume(self, leave: Callable[[], None]) -> bool:
+        """Go on from the newest commit.
+
+        Raises:
+            ModelError: it is of another model or optimizer.
+            StorageError: it could not be read.
+        """
+        commit = self._commits.last
+        if commit is None:
+            return False
+        snapshot, reader = self._read(commit)
+        self._capture.check(snapshot)
+        self._capture.check_layout(snapshot)
+        leave()
+        self._give_back(commit, snapshot, reader)
+        self._found = snapshot, reader
+        return True
+
+    def begin(self) -> None:
+        """Set the random states of the commit that was found: what has been drawn since does not count."""
+        if self._found is not None:
+            self._capture.restore_random(*self._found)
+            self._found = None
+
+    def track(self, name: str, tracked: Any) -> bool:
+        """See ``Tracked.add``."""
+        return self._capture.tracked.add(name, tracked)
+
+    def end_step(self) -> None:
+        """Count it, and begin a commit if one is due."""
+        super().end_step()
+        if self._every is not None and self.num_steps % self._every == 0:
+            self._begin()
+
+    def proceed(self) -> None:
+        """Take the rest of what a commit needs, and have its record written.
+
+        Raises:
+            ModelError: something cannot be kept; there is no such commit.
+        """
+        pending = self._pending
+        if pending is None or pending.made is not None:
+            return
+        writer = Writer("n")
+        try:
+            pending.moments.append(self._capture.at_next_use(writer))
+        except BaseException:
+            self._pending = None
+            self._loop.submit(self._let_go(pending.held))
+            raise
+        pending.writers.append(writer)
+        pending.made = self._loop.submit(self._make(pending))
+
+    def join(self) -> None:
+        """Wait for a commit that is under way."""
+        self.proceed()
+        pending, self._pending = self._pending, None
+        if pending is None or pending.made is None:
+            return
+        begun = time.perf_counter()
+        try:
+            commit, written_bytes = self._loop.wait(pending.made)
+        except Exception as error:
+            self._error = error
+            return
+        ended = time.perf_counter()
+        self.last = CommitInfo(
+            commit.manifest.number,
+            pending.step,
+            commit.manifest.num_bytes,
+            written_bytes,
+            ended - pending.begun,
+            ended - begun,
+        )
+
+    def check(self) -> None:
+        """Raise what a commit has failed with, once; of one that has ended.
+
+        Raises:
+            StorageError: it could not be written; the one before stands.
+        """
+        pending = self._pending
+        if pending is not None and pending.made is not None and pending.made.done():
+            self.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def commit(self) -> CommitInfo:
+        """Make one now.
+
+        Raises:
+            ModelError: something cannot be kept.
+            StorageError: it could not be written; the one before stands.
+        """
+        self.join()
+        self.check()
+        self._begin()
+        self.join()
+        self.check()
+        assert self.last is not None
+        return self.last
+
+    def find(self, *, steps: int) -> Commit:
+        """The commit from which training has taken so many steps.
+
+        Raises:
+            NoCommitError: it is not kept, or never was.
+        """
+        found = {snapshot_of(each.manifest, self._path(each)).step: each for each in self._commits.all}
+        if self.num_steps - steps not in found:
+            there = ", ".join(f"rollback(steps={self.num_steps - step})" for step in sorted(found)) or "none yet"
+            raise NoCommitError(
+                f"rollback(steps={steps}): no commit is kept of step {self.num_steps - steps}; there are: {there}. "
+                "More are kept with retained_commits in Config",
+                path=self._state.files.path,
+            )
+        return found[self.num_steps - steps]
+
+    def restore(self, commit: Commit) -> None:
+        """Go back to a commit of this engine's layout: those after it are removed.
+
+        Raises:
+            ModelError: it is of another model or optimizer; nothing has been changed.
+            StorageError: the system reported an error.
+        """
+        snapshot, reader = self._read(commit)
+        self._capture.check(snapshot)
+        self._pending = self._error = None
+        self._loop.run(self._commits.drop_after(commit))
+        self._give_back(commit, snapshot, reader)
+        self._capture.restore_random(snapshot, reader)
+
+    def _give_back(self, commit: Commit, snapshot: Snapshot, reader: Reader) -> None:
+        """Make shards and all else what they were, but for random states."""
+        self._loop.run(self._store.restore(commit.held))
+        self._capture.restore_states(snapshot, reader)
+        self._capture.restore(snapshot, reader)
+        self.num_steps = snapshot.step
+        self.last = CommitInfo(commit.manifest.number, snapshot.step, commit.manifest.num_bytes)
+
+    def _read(self, commit: Commit) -> tuple[Snapshot, Reader]:
+        """What a commit keeps beside shards.
+
+        Raises:
+            ManifestError: its record is damaged.
+            StorageError: it could not be read.
+        """
+        path = self._path(commit)
+        content = self._loop.run(call_in_thread(lambda: self._state.read_tensors(commit.manifest)))
+        return snapshot_of(commit.manifest, path), Reader({} if content is None else load_tensors(content, path))
+
+    def _path(self, commit: Commit) -> Any:
+        return self._state.files.path / manifest_name(commit.manifest.number)
+
+    def _begin(self) -> None:
+        assert self._pending is None, "a commit is under way"
+        writer, begun = Writer("a"), time.perf_counter()
+        moment = self._capture.at_step(writer)
+        held = self._loop.submit(self._hold())
+        self._pending = _Pending(self.num_steps, begun, [writer], [moment], held)
+
+    async def _hold(self) -> _Holding:
+        """Wait for the step's end, and hold all shards as they are then."""
+        await self._stepped()
+        writer = Writer("s")
+        states, dtypes = self._capture.of_states(writer), self._capture.dtypes()
+        before = self._store.statistics().written_bytes
+        held = await self._store.hold(dtypes)
+        return _Holding(held, dtypes, states, writer, self._store.statistics().written_bytes - before)
+
+    async def _let_go(self, held: concurrent.futures.Future[_Holding]) -> None:
+        nvme = self._store.nvme
+        assert nvme is not None
+        with contextlib.suppress(Exception):  # then nothing is held
+            nvme.versions.let_go((await asyncio.wrap_future(held)).held)
+
+    async def _make(self, pending: _Pending) -> tuple[Commit, int]:
+        holding = await asyncio.wrap_future(pending.held)
+        tensors: dict[str, torch.Tensor] = {}
+        for writer in (*pending.writers, holding.writer):
+            tensors |= writer.tensors
+        try:
+            engine, content = await call_in_thread(
+                lambda: (
+                    self._capture.snapshot(pending.step, *pending.moments, holding.states).model_dump(mode="json"),
+                    save(tensors) if tensors else None,
+                )
+            )
+        except BaseException:
+            await self._let_go(pending.held)
+            raise
+        commit = await self._commits.make(holding.held, holding.dtypes, engine, content)
+        return commit, holding.written_bytes + (0 if content is None else len(content))
+
+
+def load_tensors(content: bytes, path: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a commit's file.
+
+    Raises:
+        ManifestError: it is no such file.
+    """
+    try:
+        return load(content)
+    except Exception as error:  # safetensors' own errors have no common class
+        raise ManifestError(f"commit cannot be used: its file of tensors cannot be read: {error}", path=path) from error

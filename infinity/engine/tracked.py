@@ -1,0 +1,68 @@
+"""``Tracked``: objects of the user's whose state goes along with commits: schedulers, loaders, counters, anything.
+
+An object has ``state_dict`` and ``load_state_dict``. Its state is taken at the moment that makes a resumed run the same
+as one that was never interrupted, in the loop that everybody writes:
+
+    for batch in loader:              # the loader counts a batch before it is trained on
+        loss = engine(batch)          <- here, before anything else happens: schedulers, and all others
+        engine.backward(loss)
+        engine.step()                 <- here: what can be iterated over, as of the batches whose step is in the commit
+        scheduler.step()              # the scheduler counts a step after it was taken
+
+So the state of what can be iterated over (a loader, a sampler) is taken when ``step()`` returns, and that of all others
+when the engine is next used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from infinity.engine.documents import Reader, Writer
+from infinity.errors import ModelError
+
+
+class Tracked:
+    """Objects by name."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Any] = {}
+        self._waiting: dict[str, Any] = {}
+
+    def add(self, name: str, tracked: Any) -> bool:
+        """Take one in; whether it got the state that a commit has of that name.
+
+        Raises:
+            ModelError: it has no state, or the name is taken.
+        """
+        missing = [each for each in ("state_dict", "load_state_dict") if not callable(getattr(tracked, each, None))]
+        if missing:
+            raise ModelError(
+                f"engine.track({name!r}): expected an object with state_dict() and load_state_dict(), got a "
+                f"{type(tracked).__name__} without {missing[0]}()"
+            )
+        if self._objects.get(name, tracked) is not tracked:
+            raise ModelError(f"engine.track({name!r}): another object is tracked by that name")
+        self._objects[name] = tracked
+        if name not in self._waiting:
+            return False
+        tracked.load_state_dict(self._waiting.pop(name))
+        return True
+
+    def documents(self, writer: Writer, *, iterables: bool) -> dict[str, Any]:
+        """The states of those that can be iterated over, or of the others.
+
+        Raises:
+            ModelError: one has something in its state that cannot be kept.
+        """
+        return {
+            name: writer.write(each.state_dict(), f"the state of {name!r}, which engine.track() was given,")
+            for name, each in self._objects.items()
+            if hasattr(type(each), "__iter__") == iterables
+        }
+
+    def load(self, documents: Mapping[str, Any], reader: Reader) -> None:
+        """Give objects the states of a commit; those that are not tracked yet get theirs when they are."""
+        self._waiting = {name: reader.read(document, f"tracked {name!r}") for name, document in documents.items()}
+        for name in [name for name in self._objects if name in self._waiting]:
+            self._objects[name].load_state_dict(self._waiting.pop(name))

@@ -1,0 +1,268 @@
+"""``Commits``: the moments of a run to which it can return.
+
+A commit is made of bytes that are held (``versions.py``) and of a record that says where they are (``manifest.py``):
+
+    bytes held and durable -> record written beside, durable -> renamed -> directory durable: the commit is made
+        -> older records removed -> directory durable -> what only they held may be written over
+
+So at any moment, and after a crash at any moment, the disk has the last commit whole: nothing that a record names is
+written over while the record may come back, and no record is there whose bytes may be missing. A commit that fails
+changes nothing. The order of what happens between two syncs does not matter, and no write has to be atomic but the
+rename (``tests/test_crash_states.py`` tries it).
+
+What it costs on the disk: with ``num_retained`` commits kept, shards that every step changes exist ``num_retained + 1``
+times at most, the new ones included; shards that do not change exist once.
+
+All coroutines belong to the loop thread; one runs at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from infinity.errors import NoCommitError, StorageError, UncertainCommitError
+from infinity.io.completion import call_in_thread
+from infinity.store.manifest import (
+    Manifest,
+    StoredExtent,
+    StoredFile,
+    StoredShard,
+    StoredTensors,
+    encode,
+    long_checksum,
+    manifest_name,
+    tensors_name,
+)
+from infinity.store.nvme import NvmeTier
+from infinity.store.shard import ShardKey
+from infinity.store.state import OpenState
+from infinity.store.versions import Held
+from infinity.store.volumes import Volume
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Commit:
+    """One that is on the disk.
+
+    Attributes:
+        manifest: its record.
+        held: its bytes.
+    """
+
+    manifest: Manifest
+    held: Held
+
+
+class Commits:
+    """The commits of a run, oldest first; made when the tier has been opened, before anything is written to it.
+
+    Args:
+        nvme: has the shards.
+        state: the state directories, with the commits that were found.
+        num_retained: how many are kept, 1 at least.
+        doubtful: whether shards that were found are checked when they are first read.
+        rank: of this process.
+        world_size: how many there are.
+    """
+
+    def __init__(
+        self,
+        nvme: NvmeTier,
+        state: OpenState,
+        *,
+        num_retained: int,
+        doubtful: bool,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self._nvme = nvme
+        self._state = state
+        self._num_retained = num_retained
+        self._rank = rank
+        self._world_size = world_size
+        self._commits = [Commit(each, nvme.versions.adopt(each, doubtful=doubtful)) for each in state.manifests]
+        nvme.versions.end_adopting()
+        self._number = max((each.number for each in state.manifests), default=0)
+
+    @property
+    def last(self) -> Commit | None:
+        """The newest."""
+        return self._commits[-1] if self._commits else None
+
+    @property
+    def all(self) -> tuple[Commit, ...]:
+        """Those that are kept, oldest first."""
+        return tuple(self._commits)
+
+    def find(self, number: int) -> Commit:
+        """One by its number.
+
+        Raises:
+            NoCommitError: it is not there.
+        """
+        for commit in self._commits:
+            if commit.manifest.number == number:
+                return commit
+        there = ", ".join(str(each.manifest.number) for each in self._commits) or "none"
+        raise NoCommitError(f"there is no commit {number}; commits there are: {there}", path=self._state.files.path)
+
+    async def make(
+        self, held: Held, dtypes: Mapping[ShardKey, str], engine: Mapping[str, Any], tensors: bytes | None
+    ) -> Commit:
+        """Make a commit of bytes that are held; ``held`` is its own from now on, and let go if it fails.
+
+        Args:
+            held: all shards that it is to have.
+            dtypes: of their elements.
+            engine: what the engine keeps beside.
+            tensors: a file of tensors that ``engine`` names.
+
+        Raises:
+            DiskFullError: there is no room for its record; the commit before stands.
+            StorageError: the system reported an error; the commit before stands.
+        """
+        self._number += 1
+        interrupt: BaseException | None = None
+        try:
+            await self._nvme.flush()
+            manifest = self._describe(held, dtypes, engine, tensors)
+            writing = _Writing(self._state, manifest, tensors)
+            try:
+                await call_in_thread(writing.run)
+            except asyncio.CancelledError as error:
+                if not writing.is_done:
+                    raise
+                interrupt = error
+        except UncertainCommitError:
+            raise  # and its bytes stay, since the record may come back
+        except BaseException:
+            self._nvme.versions.let_go(held)
+            raise
+        for version in held.values():
+            version.generation = manifest.number if version.generation is None else version.generation
+        commit = Commit(manifest, held)
+        self._commits.append(commit)
+        await self._remove(self._commits[: -self._num_retained])
+        if interrupt is not None:
+            raise interrupt
+        return commit
+
+    async def drop_after(self, commit: Commit) -> None:
+        """Remove the commits that came after one, which is thus the last.
+
+        Raises:
+            StorageError: the system reported an error.
+        """
+        await self._remove(self._commits[self._commits.index(commit) + 1 :])
+
+    async def _remove(self, commits: list[Commit]) -> None:
+        """Remove records; then, and only then, let their bytes go."""
+        if not commits:
+            return
+        files = self._state.files
+
+        def remove() -> None:
+            for commit in commits:
+                files.unlink(manifest_name(commit.manifest.number))
+                if commit.manifest.tensors is not None:
+                    files.unlink(tensors_name(commit.manifest.number))
+            files.sync()
+
+        await call_in_thread(remove)
+        for commit in commits:
+            self._commits.remove(commit)
+            self._nvme.versions.let_go(commit.held)
+
+    def _describe(
+        self, held: Held, dtypes: Mapping[ShardKey, str], engine: Mapping[str, Any], tensors: bytes | None
+    ) -> Manifest:
+        number = self._number
+        volumes: dict[Volume, int] = {}
+        shards = []
+        for key, version in sorted(held.items()):
+            assert version.checksums is not None
+            extents = [
+                StoredExtent(
+                    file=volumes.setdefault(volume, len(volumes)),
+                    offset=extent.offset,
+                    num_bytes=extent.num_bytes,
+                    checksum=checksum,
+                )
+                for (volume, extent), checksum in zip(version.places(), version.checksums, strict=True)
+            ]
+            generation = number if version.generation is None else version.generation
+            shards.append(
+                StoredShard(
+                    unit=key.unit,
+                    part=key.part,
+                    kind=key.kind,
+                    dtype=dtypes[key],
+                    generation=generation,
+                    extents=extents,
+                )
+            )
+        return Manifest(
+            state=self._state.state,
+            number=number,
+            rank=self._rank,
+            world_size=self._world_size,
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            files=[
+                StoredFile(
+                    name=volume.file.path.name,
+                    num_bytes=volume.allocator.size_bytes,
+                    directory=str(volume.file.path.parent),
+                )
+                for volume in volumes
+            ],
+            shards=shards,
+            tensors=None if tensors is None else StoredTensors(num_bytes=len(tensors), checksum=long_checksum(tensors)),
+            engine=dict(engine),
+        )
+
+
+class _Writing:
+    """The record of one commit on its way to the disk. ``run`` belongs on a worker thread.
+
+    Attributes:
+        is_done: whether the commit is made.
+    """
+
+    def __init__(self, state: OpenState, manifest: Manifest, tensors: bytes | None) -> None:
+        self._state = state
+        self._manifest = manifest
+        self._tensors = tensors
+        self.is_done = False
+
+    def run(self) -> None:
+        """Write it, or leave nothing.
+
+        Raises:
+            UncertainCommitError: it failed, and what is left of it could not be removed.
+            StorageError: it failed.
+        """
+        files, number = self._state.files, self._manifest.number
+        self._state.make_durable()
+        self._state.keep()  # from now on something may be left
+        try:
+            if self._tensors is not None:
+                files.write(tensors_name(number), self._tensors)
+            files.write(manifest_name(number), encode(self._manifest))
+            files.sync()
+        except BaseException as error:
+            try:
+                files.unlink(manifest_name(number))
+                files.unlink(tensors_name(number))
+                files.sync()
+            except StorageError as another:
+                raise UncertainCommitError(
+                    f"commit {number} failed ({error}), and whether a record of it is left is not known ({another}); "
+                    "its bytes are kept, so that it is whole if there is one",
+                    path=files.path / manifest_name(number),
+                ) from error
+            raise
+        self.is_done = True
