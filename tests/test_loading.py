@@ -14,6 +14,7 @@ from torch import nn
 import infinity
 import parity_models as models
 from infinity import Engine, ModelError, StorageError
+from infinity.engine.streamed import StreamedState
 from infinity.store.store import TieredStore
 from parity import assert_same, build, same_bits, tiny_scale
 from parity_models import GPT
@@ -343,3 +344,59 @@ def test_a_load_that_fails_half_way_ends_training(tmp_path: Path, monkeypatch: p
             engine.optimizer.load_state_dict(state)
         with pytest.raises(infinity.EngineStateError, match="failed half-way"):
             engine(*models.tokens(0))
+
+
+class Streamed(StreamedState):
+    """A state of which large tensors are read, and the reads counted, when they are asked for."""
+
+    def __init__(self, state: Mapping[str, Any], read: list[str]) -> None:
+        self._state = state
+        self._read = read
+
+    @property
+    def on_demand(self) -> frozenset[str]:
+        return frozenset(name for name, value in self._state.items() if value.dim())
+
+    def outline(self) -> dict[str, Any]:
+        return {
+            name: value.new_full((), torch.nan).expand(value.shape) if name in self.on_demand else value
+            for name, value in self._state.items()
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.append(name)
+        return self._state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+class Looking(torch.optim.Adam):
+    """Brings states up to date by looking at their values."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for each in self.state.values():
+            each["exp_avg"] = each["exp_avg"] + 0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, Looking])
+def test_states_that_are_read_on_demand_are_read_once_and_late(kind: type[torch.optim.Adam], tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return kind(model.parameters(), lr=0.01)
+
+    state, read = saved(make), list[str]()
+    streamed = {**state, "state": {number: Streamed(each, read) for number, each in state["state"].items()}}
+    _, optimizer = build(GPT, make)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    with trained(make, tmp_path) as engine:
+        with pytest.raises(ModelError, match="expected parameter groups"):
+            engine.optimizer.load_state_dict({**streamed, "param_groups": []})
+        assert kind is Looking or not read
+        read.clear()
+        engine.optimizer.load_state_dict(streamed)
+        assert read.count("exp_avg") == read.count("exp_avg_sq") == len(state["state"])
+        assert_same(engine.optimizer.state_dict(), optimizer.state_dict(), "state")

@@ -2,6 +2,9 @@
 
 First a trial: an object of the user's class gets groups and states, so that the class itself brings those of older
 versions up to date, and everything is checked on it. Only then is anything changed, one part at a time.
+
+States that are read on demand (``streamed.py``) are tried as outlines, and read when their part is changed, so that
+memory holds those of one part. A class with a ``__setstate__`` of its own may look at values: it gets them all.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from infinity.engine.incoming import check_tensor
 from infinity.engine.shadow import GUESSED, PATCHED, is_shard, probe
 from infinity.engine.start import Loader
+from infinity.engine.streamed import StreamedState
 from infinity.engine.substep import SubGroupStepper
 from infinity.engine.unit import Part, Slot, state_kind
 from infinity.errors import ModelError
@@ -66,27 +70,36 @@ class OptimizerLoader:
             StorageError: a shard could not be written; the engine cannot go on.
         """
         with torch.inference_mode(False):
-            trial = self._try(*_sections(state_dict))
+            states, groups = _sections(state_dict)
+            if not type(self._optimizer).__setstate__.__module__.startswith("torch.optim"):
+                states = {name: dict(state) for name, state in states.items()}
+            trial, on_demand = self._try(states, groups)
             self._check_groups(trial)
             self._check_states(trial)
             group_of = {param: group for group in trial.param_groups for param in group["params"]}
             try:
                 for part in self._parts:
-                    self._replace(part, trial.state, group_of)
+                    self._replace(part, trial.state, group_of, on_demand)
             except BaseException as error:
                 self._fail(error)
                 raise
             self._optimizer.__setstate__({"state": self._optimizer.state, "param_groups": trial.param_groups})
 
-    def _try(self, states: Mapping[Any, Any], saved: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
-        """An object of the user's class with these states and groups; tensors are still the caller's."""
+    def _try(
+        self, states: Mapping[Any, Any], saved: Sequence[Mapping[str, Any]]
+    ) -> tuple[torch.optim.Optimizer, Mapping[torch.Tensor, StreamedState]]:
+        """An object of the user's class with these states and groups, and what is still to be read of them.
+
+        Tensors are still the caller's, or outlines.
+        """
         groups = self._optimizer.param_groups
         sizes, expected = ([len(group["params"]) for group in each] for each in (saved, groups))
         if sizes != expected:
             raise ModelError(f"{_WHERE}: expected parameter groups of {expected} parameters, got {sizes}")
         names = [name for group in saved for name in group["params"]]
         params = [param for group in groups for param in group["params"]]
-        found = {param: dict(states[name]) for param, name in zip(params, names, strict=True) if states.get(name)}
+        given = {param: states[name] for param, name in zip(params, names, strict=True) if states.get(name)}
+        found = {param: _outline_of(state) for param, state in given.items()}
         renewed = []
         for group, other in zip(groups, saved, strict=True):
             fresh = {key: copy.deepcopy(value) for key, value in other.items() if key != "params"}
@@ -104,7 +117,7 @@ class OptimizerLoader:
                 f"{_WHERE}: {kind.__name__} cannot take this state: {type(error).__name__}: {error}; give it the state "
                 "of an optimizer of the same class"
             ) from error
-        return trial
+        return trial, {param: state for param, state in given.items() if isinstance(state, StreamedState)}
 
     def _check_groups(self, trial: torch.optim.Optimizer) -> None:
         for index, group in enumerate(trial.param_groups):
@@ -150,16 +163,28 @@ class OptimizerLoader:
                 check_tensor(f"{_WHERE}: state {name!r} of parameter {slot.name}", value, shape)
 
     def _replace(
-        self, part: Part, states: Mapping[torch.Tensor, Mapping[str, Any]], group_of: Mapping[Any, Mapping[str, Any]]
+        self,
+        part: Part,
+        states: Mapping[torch.Tensor, Mapping[str, Any]],
+        group_of: Mapping[Any, Mapping[str, Any]],
+        on_demand: Mapping[torch.Tensor, StreamedState],
     ) -> None:
         for name in self._stepper.state_of(part).shards:
             self._loop.run(self._store.delete(part.key(state_kind(name))))
         for slot in part.slots:
             group = group_of.get(slot.param, {})
-            state = {name: _as_of(part, group, name, value) for name, value in states.get(slot.param, {}).items()}
+            source = on_demand.get(slot.param)
+            state = {
+                name: _as_of(part, group, name, source[name] if source and name in source.on_demand else value)
+                for name, value in states.get(slot.param, {}).items()
+            }
             if state:
                 self._optimizer.state[slot.param] = state
         self._stepper.adopt({part.index: self._loader.load_state(part)})
+
+
+def _outline_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    return state.outline() if isinstance(state, StreamedState) else dict(state)
 
 
 def _sections(state_dict: object) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:

@@ -199,6 +199,17 @@ class Residuals:
         return 2 * num_elements + round_up(table_bytes, PAGE_BYTES)
 
     @property
+    def is_sound(self) -> bool:
+        """Whether the table can be one: bytes from a disk may be any."""
+        count = int(self._count[0])
+        if not 0 <= count <= self.capacity:
+            return False
+        indices = self._indices[:count]
+        return not count or bool(
+            indices[0] >= 0 and indices[-1] < self.plane.numel() and np.all(indices[1:] > indices[:-1])
+        )
+
+    @property
     def exceptions(self) -> Exceptions:
         """A copy of the table."""
         count = int(self._count[0])

@@ -18,9 +18,11 @@ from torch import nn
 from infinity.engine.formats import FormatOf, Master, Whole
 from infinity.engine.states import StateFormatOf
 from infinity.engine.substep import PartState
-from infinity.engine.unit import Part, Slot, Unit
+from infinity.engine.unit import PART_ALIGNMENT, Part, Slot, Unit
 from infinity.errors import ManifestError
 from infinity.store.manifest import Manifest
+
+_MAX_ELEMENTS = 1 << 62
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 WeightsAs = Literal["whole", "master", "planes"]
@@ -38,6 +40,24 @@ class SlotLayout(_Record):
     shape: list[_Count]
     stride: list[_Count]
     offset: _Count
+
+
+def _span(slot: SlotLayout) -> int:
+    """How many elements it takes; each of them is one of the parameter's."""
+    if len(slot.shape) != len(slot.stride):
+        raise ValueError(f"parameter {slot.name}: shape and stride differ in length")
+    count, end = math.prod(slot.shape), 1
+    if not count:
+        if math.prod(max(size, 1) for size in slot.shape) >= _MAX_ELEMENTS:
+            raise ValueError(f"parameter {slot.name} has a shape that no tensor has")
+        return 0
+    for stride, size in sorted(zip(slot.stride, slot.shape, strict=True)):
+        if size > 1 and stride != end:
+            raise ValueError(
+                f"parameter {slot.name}: elements of shape {slot.shape} and stride {slot.stride} have gaps"
+            )
+        end *= size
+    return count
 
 
 class StateLayout(_Record):
@@ -72,12 +92,17 @@ class PartLayout(_Record):
     def _check(self) -> PartLayout:
         for name in (self.dtype, self.compute_dtype, self.step_dtype, *(each.dtype for each in self.states.values())):
             torch_dtype(name)
+        if not self.num_elements or self.num_elements % PART_ALIGNMENT:
+            raise ValueError(f"expected elements of a multiple of {PART_ALIGNMENT}, got {self.num_elements}")
+        if self.weights == "planes" and (self.compute_dtype, self.step_dtype) != ("bfloat16", "float32"):
+            raise ValueError(f"planes are of float32 and bfloat16, not of {self.step_dtype} and {self.compute_dtype}")
+        end = 0
         for slot in self.slots:
-            if len(slot.shape) != len(slot.stride):
-                raise ValueError(f"parameter {slot.name}: shape and stride differ in length")
-            span = 1 + sum((size - 1) * stride for size, stride in zip(slot.shape, slot.stride, strict=True))
-            if math.prod(slot.shape) and slot.offset + span > self.num_elements:
-                raise ValueError(f"parameter {slot.name} ends behind the end of its part")
+            if slot.offset < end:
+                raise ValueError(f"parameter {slot.name} begins before the one before it ends")
+            end = slot.offset + _span(slot)
+        if end > self.num_elements:
+            raise ValueError(f"parameter {self.slots[-1].name} ends behind the end of its part")
         for name, state in self.states.items():
             if any(position >= len(self.slots) for position in state.slots):
                 raise ValueError(f"state {name} is that of a parameter that its part does not have")
@@ -128,6 +153,11 @@ class Snapshot(_Record):
         names = [slot.name for part in self.parts for slot in part.slots]
         if len(set(names)) != len(names):
             raise ValueError("a parameter is named twice")
+        for alias, name in self.tied.items():
+            if name not in names or alias in names:
+                raise ValueError(f"{alias} cannot be a further name of {name}")
+        if missing := set(self.persistent_buffers) - set(self.buffers):
+            raise ValueError(f"there is no buffer {min(missing)}")
         if any(part.unit >= len(self.units) for part in self.parts):
             raise ValueError("a part names a unit that there is not")
         if len({(part.unit, part.position) for part in self.parts}) != len(self.parts):

@@ -1,0 +1,335 @@
+"""``StoredState``: what a commit on disk holds, as weights and optimizer states by name, without an engine or a model.
+
+Everything that is large is read when it is asked for. The shards of one part stay in memory until another part's are
+needed, so that going through parameters in order reads each shard once and holds no more than one part's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from infinity.engine.documents import Reader
+from infinity.engine.formats import Master, WeightFormat, Whole
+from infinity.engine.planar import with_planes
+from infinity.engine.planes import Residuals
+from infinity.engine.snapshot import PartLayout, StateLayout, parts_of, snapshot_of, torch_dtype
+from infinity.engine.states import StateFormat, states_as
+from infinity.engine.streamed import StreamedState
+from infinity.engine.unit import PARAM, RESIDUAL, Part, Slot, state_kind
+from infinity.errors import ManifestError
+from infinity.store.shard import ShardKey
+from infinity.store.stored import StoredCommit
+
+T = TypeVar("T")
+
+MEMORY_BYTES = 64 << 20
+"""Shards of other parts than the one in use stay in memory within this much."""
+
+
+class _Shards:
+    """The shards that were read last.
+
+    Args:
+        commit: where they are.
+        memory_bytes: how much to keep of parts that are not in use.
+    """
+
+    def __init__(self, commit: StoredCommit, memory_bytes: int) -> None:
+        self._commit = commit
+        self._memory_bytes = memory_bytes
+        self._kept: OrderedDict[ShardKey, tuple[str, torch.Tensor]] = OrderedDict()
+
+    def get(self, key: ShardKey, purpose: str) -> torch.Tensor:
+        """A shard; those of the same part for the same purpose stay as well.
+
+        Raises:
+            StorageError: it could not be read.
+        """
+        if key not in self._kept:
+            self._make_room(key, purpose)
+            self._kept[key] = (purpose, self._commit.read(key))
+        self._kept.move_to_end(key)
+        return self._kept[key][1]
+
+    def _make_room(self, key: ShardKey, purpose: str) -> None:
+        needed = self._commit.shard(key).num_bytes + sum(each.numel() for _, each in self._kept.values())
+        for other, (others_purpose, shard) in list(self._kept.items()):
+            if needed <= self._memory_bytes:
+                break
+            if (other.unit, other.part, others_purpose) != (key.unit, key.part, purpose):
+                del self._kept[other]
+                needed -= shard.numel()
+
+
+class _Shelf:
+    """A part's shards, as ``formats.py`` reads them."""
+
+    def __init__(self, shards: _Shards, commit: StoredCommit, part: Part) -> None:
+        self._shards = shards
+        self._commit = commit
+        self._part = part
+
+    def __contains__(self, kind: str) -> bool:
+        return self._part.key(kind) in self._commit
+
+    def look(self, kind: str, take: Callable[[torch.Tensor], T]) -> T:
+        shard = self._shards.get(self._part.key(kind), "weights")
+        if kind == RESIDUAL and not Residuals(shard, self._part.num_elements).is_sound:
+            raise ManifestError(f"shard {self._part.key(kind)} holds no residuals", path=self._commit.path)
+        with torch.inference_mode(False):  # what is taken may be used in training
+            return take(shard)
+
+
+class StoredState:
+    """What a commit holds.
+
+    Args:
+        commit: an open one, which stays the caller's to close.
+        memory_bytes: shards of other parts than the one in use stay in memory within this much.
+
+    Raises:
+        ManifestError: it is not what an engine writes, or shards are missing.
+        ModelError: a document in it cannot be read.
+        StorageError: its tensors could not be read.
+
+    Attributes:
+        commit: the open commit.
+        snapshot: what the engine wrote beside shards.
+        parts: the layout, with placeholders for parameters.
+        layouts: of each part, by its index.
+        places: the part and position of each parameter, by name; one name for those that are tied.
+        buffers: values of all buffers by name.
+        param_names: what the optimizer holds, group by group, in its order.
+    """
+
+    def __init__(self, commit: StoredCommit, *, memory_bytes: int = MEMORY_BYTES) -> None:
+        self.commit = commit
+        self.snapshot = snapshot_of(commit.manifest, commit.path)
+        self.parts = parts_of(self.snapshot)
+        self.layouts: Sequence[PartLayout] = self.snapshot.parts
+        self.places = {slot.name: (part, position) for part in self.parts for position, slot in enumerate(part.slots)}
+        self._shards = _Shards(commit, memory_bytes)
+        self._reader = Reader(commit.tensors())
+        self._planes_of = with_planes(self.parts)
+        self.buffers = {name: self._tensor(each, name) for name, each in self.snapshot.buffers.items()}
+        self.param_names = [self._names_of(index, group) for index, group in enumerate(self.snapshot.optimizer.groups)]
+        held = [name for names in self.param_names for name in names]
+        if len(set(held)) != len(held):
+            raise self._refused("a parameter is in two groups of the optimizer")
+        self._check_shards()
+
+    @property
+    def step(self) -> int:
+        """How many optimizer steps were taken, skipped ones included."""
+        return self.snapshot.step
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """All that ``engine.state_dict()`` has, by name: parameters at full precision, and persistent buffers.
+
+        Each is read when it is asked for, and a copy on the CPU.
+        """
+        return _Weights(self, self._full)
+
+    @property
+    def compute_weights(self) -> Mapping[str, torch.Tensor]:
+        """The same with parameters in the dtype that computes."""
+        return _Weights(self, self._computing)
+
+    @property
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """What the optimizer's ``state_dict()`` gives; under ``"state"`` are mappings that read when they are asked.
+
+        So it can be loaded into ``engine.optimizer`` within the memory of a part. For an optimizer of PyTorch's:
+        ``to_plain``.
+        """
+        groups, first = [], 0
+        for index, group in enumerate(self.snapshot.optimizer.groups):
+            names = self.param_names[index]
+            values = {key: self.value(each, f"group {index}") for key, each in group.items() if key != "params"}
+            groups.append({**values, "params": list(range(first, first + len(names)))})
+            first += len(names)
+        return {"state": _States(self), "param_groups": groups}
+
+    def to_plain(self) -> dict[str, Any]:
+        """The optimizer's state dict, all of it in memory, for ``load_state_dict`` of PyTorch's own optimizers.
+
+        Raises:
+            StorageError: a shard could not be read.
+        """
+        lazy = self.optimizer_state_dict
+        return {**lazy, "state": {index: dict(state) for index, state in lazy["state"].items()}}
+
+    @property
+    def tracked(self) -> dict[str, Any]:
+        """The state dicts of what the user tracks."""
+        return {name: self.value(each, f"tracked {name}") for name, each in self.snapshot.tracked.items()}
+
+    @property
+    def random(self) -> dict[str, Any]:
+        """The states of random generators."""
+        return {name: self.value(each, f"random state {name}") for name, each in self.snapshot.random.items()}
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """The loss scaler's state; empty where there is none."""
+        return {name: self.value(each, f"scaling {name}") for name, each in self.snapshot.scaling.items()}
+
+    def value(self, document: Any, where: str) -> Any:
+        """The value of one of the commit's documents.
+
+        Raises:
+            ModelError: it cannot be read.
+        """
+        return self._reader.read(document, where)
+
+    def format_of(self, part: Part) -> WeightFormat:
+        """How the weights of a part are stored."""
+        weights = self.layouts[part.index].weights
+        return Whole() if weights == "whole" else Master() if weights == "master" else self._planes_of(part)
+
+    def state_format_of(self, part: Part, layout: StateLayout) -> StateFormat:
+        """How one of its optimizer states is."""
+        return states_as(layout.stored, self.parts)(part, torch_dtype(layout.dtype))
+
+    def small_state(self, name: str) -> dict[str, Any]:
+        """The states of a parameter that are no shards; empty where there are none.
+
+        Raises:
+            ModelError: they cannot be read.
+            ManifestError: they are no mapping.
+        """
+        small = self.value(self.snapshot.optimizer.small.get(name, {}), f"optimizer state of parameter {name}")
+        if not isinstance(small, dict):
+            raise self._refused(f"the optimizer state of parameter {name} is a {type(small).__name__}")
+        return small
+
+    def read_state(self, name: str, state: str) -> torch.Tensor:
+        """A copy of an optimizer state of a parameter that is a shard.
+
+        Raises:
+            StorageError: it could not be read.
+        """
+        part, position = self.places[name]
+        layout = self.layouts[part.index].states[state]
+        shard = self._shards.get(part.key(state_kind(state)), "states")
+        with torch.inference_mode(False):
+            return self.state_format_of(part, layout).copy(part, position, shard)
+
+    def _full(self, part: Part, slot: Slot) -> torch.Tensor:
+        return self.format_of(part).read(part, slot, _Shelf(self._shards, self.commit, part))
+
+    def _computing(self, part: Part, slot: Slot) -> torch.Tensor:
+        shelf = _Shelf(self._shards, self.commit, part)
+        return shelf.look(PARAM, lambda shard: slot.view(shard.view(part.compute_dtype)).clone())
+
+    def _tensor(self, document: Any, name: str) -> torch.Tensor:
+        value = self.value(document, f"buffer {name}")
+        if not isinstance(value, torch.Tensor):
+            raise self._refused(f"buffer {name} is a {type(value).__name__}")
+        return value
+
+    def _names_of(self, index: int, group: Mapping[str, Any]) -> list[str]:
+        names = self.value(group.get("params"), f"group {index}")
+        known = isinstance(names, list) and all(isinstance(name, str) and name in self.places for name in names)
+        if not known:
+            raise self._refused(f"group {index} of the optimizer does not name parameters of the commit")
+        return list(names)
+
+    def _check_shards(self) -> None:
+        """Refuse, before anything is read, a commit whose shards do not have the sizes of its layout."""
+        for part, layout in zip(self.parts, self.layouts, strict=True):
+            format_ = self.format_of(part)
+            sizes = {kind: (size, kind in format_.shards(part)) for kind, size in format_.at_most(part).items()}
+            for name, state in layout.states.items():
+                sizes[state_kind(name)] = (self.state_format_of(part, state).num_bytes(part), True)
+            for kind, (size, is_needed) in sizes.items():
+                shard = self.commit.shards.get(part.key(kind))
+                got = shard.num_bytes if shard is not None else size if not is_needed else 0
+                if got != size:
+                    raise self._refused(f"shard {part.key(kind)} should have {size} bytes, and has {got}")
+
+    def _refused(self, message: str) -> ManifestError:
+        return ManifestError(f"commit cannot be used: {message}", path=self.commit.path)
+
+
+class _Weights(Mapping[str, torch.Tensor]):
+    def __init__(self, state: StoredState, read: Callable[[Part, Slot], torch.Tensor]) -> None:
+        self._state = state
+        self._read = read
+        self._persistent = dict.fromkeys(state.snapshot.persistent_buffers)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._persistent:
+            return self._state.buffers[name].clone()
+        part, position = self._state.places[self._state.snapshot.tied.get(name, name)]
+        return self._read(part, part.slots[position])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._persistent or name in self._state.places or name in self._state.snapshot.tied
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._state.places
+        yield from self._state.snapshot.tied
+        yield from self._persistent
+
+    def __len__(self) -> int:
+        return len(self._state.places) + len(self._state.snapshot.tied) + len(self._persistent)
+
+
+class _State(StreamedState):
+    def __init__(self, state: StoredState, name: str) -> None:
+        self._state = state
+        self._name = name
+        part, self._position = state.places[name]
+        self._slot = part.slots[self._position]
+        self._shards = {
+            each: torch_dtype(layout.dtype)
+            for each, layout in state.layouts[part.index].states.items()
+            if self._position in layout.slots
+        }
+
+    @functools.cached_property
+    def _small(self) -> dict[str, Any]:
+        return self._state.small_state(self._name)
+
+    @property
+    def on_demand(self) -> frozenset[str]:
+        return frozenset(self._shards)
+
+    def outline(self) -> dict[str, Any]:
+        stand_ins = {
+            name: torch.zeros((), dtype=dtype).expand(self._slot.shape) for name, dtype in self._shards.items()
+        }
+        return {**self._small, **stand_ins}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._state.read_state(self._name, name) if name in self._shards else self._small[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._small, **self._shards})
+
+    def __len__(self) -> int:
+        return len({**self._small, **self._shards})
+
+
+class _States(Mapping[int, StreamedState]):
+    """The states of all parameters that have some, by number."""
+
+    def __init__(self, state: StoredState) -> None:
+        names = [name for names in state.param_names for name in names]
+        self._states = {index: each for index, name in enumerate(names) if (each := _State(state, name))}
+
+    def __getitem__(self, index: int) -> StreamedState:
+        return self._states[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
