@@ -18,6 +18,7 @@ from infinity.engine.activations import ActivationShards, Offload
 from infinity.engine.activity import Activity
 from infinity.engine.budget import plan_for, plan_within
 from infinity.engine.capture import Capture
+from infinity.engine.checkpoint import CheckpointLoader, CheckpointSaver
 from infinity.engine.clipping import Clipper
 from infinity.engine.compiled import CompiledBlocks, check_compiling
 from infinity.engine.durability import Durability, Scratch
@@ -114,15 +115,26 @@ class Assembly(ABC):
             self._build_tiers(device)
             self._build_schedule()
             self._build_steps(optimizer, overlaps=overlaps, num_backwards=num_backwards)
-            self._durability = self._build_durability(optimizer, device)
+            self._capture = Capture(
+                self.module,
+                optimizer,
+                self._units,
+                self._plan,
+                self._store,
+                self._stepper,
+                self._scaling,
+                Generators(device),
+                config,
+            )
+            self._durability = self._build_durability()
             self._take_over(optimizer, device)
             self._build_accumulation(device)
             self._resources.handles.append(Recomputation(list(recomputed.values())))
-            self._durability.begin()
+            self._finalizer = weakref.finalize(self, self._resources.close)
+            self._durability.begin(self._checkpoint_loader.load)
         except BaseException:
             self._resources.close()
             raise
-        self._finalizer = weakref.finalize(self, self._resources.close)
         self._account = StepAccount(self._store, self._scheduler, self.recorder)
 
     @property
@@ -253,28 +265,18 @@ class Assembly(ABC):
             worker=self._resources.worker,
         )
 
-    def _build_durability(self, optimizer: torch.optim.Optimizer, device: torch.device) -> Durability:
+    def _build_durability(self) -> Durability:
         config, state, nvme = self.config, self._resources.state, self._resources.nvme
         if state is None or nvme is None:
             return Scratch()
         commits = Commits(nvme, state, num_retained=config.retained_commits, doubtful=config.verify != "off")
-        capture = Capture(
-            self.module,
-            optimizer,
-            self._units,
-            self._plan,
-            self._store,
-            self._stepper,
-            self._scaling,
-            Generators(device),
-            config,
-        )
         durable = Durable(
             self._resources.loop,
             self._store,
+            self._scheduler,
             commits,
             state,
-            capture,
+            self._capture,
             stepped=self._stream.stepped,
             every=config.durability if isinstance(config.durability, int) else None,
         )
@@ -361,6 +363,16 @@ class Assembly(ABC):
         self._optimizer_loader = OptimizerLoader(
             loop, self._store, self._parts, stepper, loader, optimizer, fail=self._steps.fail
         )
+        self._checkpoint_loader = CheckpointLoader(
+            loop,
+            self._store,
+            self._scheduler,
+            self._capture,
+            self._model_loader,
+            self._optimizer_loader,
+            fail=self._steps.fail,
+        )
+        self._checkpoint_saver = CheckpointSaver(loop, self._store, self._capture)
         self.optimizer = OffloadedOptimizer(
             optimizer,
             self._begin_step,

@@ -208,14 +208,15 @@ class Capture:
                 "with the groups that it had"
             )
 
-    def check_layout(self, snapshot: Snapshot) -> None:
-        """Refuse shards that are cut or stored otherwise than this engine's.
-
-        Raises:
-            ModelError: they are.
-        """
-        if not same_layout(snapshot, self._units, self.layouts()):
-            raise ModelError("the commit has another layout")
+    def has_layout_of(self, snapshot: Snapshot) -> bool:
+        """Whether shards of a commit are cut and stored like this engine's, so that they can serve as they are."""
+        states_as = self._config.optimizer_states
+        alike = all(
+            each.stored == ("full" if self._plan.state_format_of(part, torch_dtype(each.dtype)).is_exact else states_as)
+            for part, layout in zip(self._parts, snapshot.parts, strict=False)
+            for each in layout.states.values()
+        )
+        return alike and same_layout(snapshot, self._units, self.layouts())
 
     def restore_states(self, snapshot: Snapshot, reader: Reader) -> None:
         """Give the stepper what it knew, for shards that are the commit's own."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from infinity.engine.assembly import Assembly
 from infinity.engine.durability import CommitInfo
+from infinity.engine.stored_state import StoredState
 from infinity.errors import EngineStateError, NonFiniteError, NonFiniteWarning
 from infinity.store.commits import Commit
+from infinity.store.stored import StoredCommit
 
 
 class Checkpoints(Assembly):
@@ -25,13 +29,13 @@ class Checkpoints(Assembly):
             tracked: has ``state_dict()`` and ``load_state_dict()``.
 
         Returns:
-            Whether it was given the state of the commit that was resumed.
+            Whether it was given the state of a commit that was resumed, or of a checkpoint that was loaded.
 
         Raises:
             ModelError: it has none, or the name is another object's.
         """
         self._check_open()
-        return self._durability.track(name, tracked)
+        return self._capture.tracked.add(name, tracked)
 
     def commit(self) -> CommitInfo:
         """Make the state of now one to which ``rollback`` and a later run return, and wait until it is durable.
@@ -59,12 +63,58 @@ class Checkpoints(Assembly):
             NoCommitError: none is kept of that step; the message says which are.
             StorageError: the system reported an error.
         """
-        self._check_open()
-        self._accumulation.refuse_inside("rollback")
-        self._hooks.refuse_inside("rollback")
-        self._gathered.check()
+        self._refuse_inside("rollback")
         self._durability.join()
         return self._roll_back(self._durability.find(steps=steps))
+
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> CommitInfo:
+        """Write the whole state into a directory of its own: weights, optimizer states, random states, what is tracked.
+
+        It is there whole or not at all, and is read by ``load_checkpoint`` under any budgets, by
+        ``python -m infinity.checkpoint``, and by ``infinity.open_checkpoint``. With commits, one is made first.
+
+        Args:
+            path: of the directory; a checkpoint that is there is replaced once the new one is whole.
+
+        Raises:
+            DirectoryError: something else is at ``path``, or the directory that is to hold it is missing.
+            EngineStateError: gradients wait for a step, which no checkpoint has.
+            ModelError: a tracked object, the optimizer or a buffer holds what cannot be kept.
+            StorageError: it could not be written; what was at ``path`` stays.
+        """
+        self._settle("save_checkpoint")
+        self._refuse_gradients("save_checkpoint()")
+        return self._durability.save(self._checkpoint_saver, path)
+
+    def load_checkpoint(self, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> int:
+        """Go on from a checkpoint, or from the last commit in the NVMe directories of a run that has ended.
+
+        The model and the optimizer must be those of then; budgets, precision and all else may be others. All gradients
+        are discarded, and what is tracked gets the states that it has there.
+
+        Args:
+            paths: a directory of ``save_checkpoint``; or a run's NVMe directories, all of them.
+
+        Returns:
+            How many steps had been taken.
+
+        Raises:
+            DirectoryError: there is no such directory, or a live job owns it (``DirectoryInUseError``).
+            ModelError: it is of another model or optimizer; nothing has been changed.
+            NoCommitError: there is no state in it.
+            StorageError: it could not be read, or is damaged.
+        """
+        self._refuse_inside("load_checkpoint")
+        self._durability.join()
+        with StoredCommit.open(paths) as commit:
+            stored = StoredState(commit)
+            self._capture.check(stored.snapshot)
+            self._recover()
+            self._checkpoint_loader.load(stored)
+        for unit in self._units:
+            unit.version += 1
+        self._durability.num_steps = stored.step
+        return stored.step
 
     @property
     def num_steps(self) -> int:
@@ -83,14 +133,22 @@ class Checkpoints(Assembly):
                 "before"
             )
 
-    def _roll_back(self, commit: Commit) -> CommitInfo:
-        """Forget what is under way and has failed, and make a commit the state."""
-        loop = self._resources.loop
+    def _refuse_inside(self, what: str) -> None:
+        self._check_open()
+        self._accumulation.refuse_inside(what)
+        self._hooks.refuse_inside(what)
+        self._gathered.check()
+
+    def _recover(self) -> None:
+        """Forget what is under way and what has failed: the state is about to be another."""
         self._hooks.recover()
         self._steps.reset()
         self._stream.reset()
         self._forget_gradients()
-        loop.run(self._device.invalidate_all())
+
+    def _roll_back(self, commit: Commit) -> CommitInfo:
+        """Make a commit the state, whatever is under way or has failed."""
+        self._recover()
         self._durability.restore(commit)
         for unit in self._units:
             unit.version += 1

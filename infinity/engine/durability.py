@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from infinity.engine.checkpoint import CheckpointSaver
+from infinity.engine.stored_state import StoredState
 from infinity.errors import ConfigError
 from infinity.store.commits import Commit
 
@@ -45,19 +49,22 @@ class Durability(ABC):
 
     @abstractmethod
     def resume(self, leave: Callable[[], None]) -> bool:
-        """Go on from the commit that was found, before anything is in the store; whether there is one.
+        """Go on with the shards of the commit that was found, before anything is in the store.
 
         Args:
             leave: takes the values that the model has out of it.
+
+        Returns:
+            Whether there are such; not if they are stored otherwise than this engine's.
         """
 
     @abstractmethod
-    def begin(self) -> None:
-        """Training may begin: random states are those of the commit that was found."""
+    def begin(self, load: Callable[[StoredState], None]) -> None:
+        """Training may begin, with all that the commit has that was found.
 
-    @abstractmethod
-    def track(self, name: str, tracked: Any) -> bool:
-        """Have an object's state go along with commits; whether it got the one of the commit that was resumed."""
+        Args:
+            load: gives the engine the state of a commit whose shards cannot serve as they are.
+        """
 
     def end_step(self) -> None:
         """A step was taken."""
@@ -80,6 +87,10 @@ class Durability(ABC):
         """Make one now, and wait for it. Nothing is under way."""
 
     @abstractmethod
+    def save(self, saver: CheckpointSaver, path: str | os.PathLike[str]) -> CommitInfo:
+        """Write the state into a directory of its own. Nothing is under way."""
+
+    @abstractmethod
     def find(self, *, steps: int) -> Commit:
         """The commit from which training has taken so many steps."""
 
@@ -99,12 +110,8 @@ class Scratch(Durability):
         """There is none."""
         return False
 
-    def begin(self) -> None:
+    def begin(self, load: Callable[[StoredState], None]) -> None:
         """Random states are as they are."""
-
-    def track(self, name: str, tracked: Any) -> bool:
-        """Nothing follows from it."""
-        return False
 
     def proceed(self) -> None:
         """Nothing is under way."""
@@ -124,6 +131,13 @@ class Scratch(Durability):
         raise ConfigError(
             "commit(): this run keeps no commits; set durability='checkpoint' in Config, or a number of steps"
         )
+
+    def save(self, saver: CheckpointSaver, path: str | os.PathLike[str]) -> CommitInfo:
+        """Copy all shards."""
+        begun, number = time.perf_counter(), self.num_steps
+        num_bytes = saver.save(path, step=self.num_steps, state=secrets.token_hex(16), number=number)
+        seconds = time.perf_counter() - begun
+        return CommitInfo(number, self.num_steps, num_bytes, num_bytes, seconds, seconds)
 
     def find(self, *, steps: int) -> Commit:
         """Refuse.

@@ -21,6 +21,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -30,9 +32,12 @@ import torch
 from safetensors.torch import load, save
 
 from infinity.engine.capture import Capture
+from infinity.engine.checkpoint import CheckpointSaver
 from infinity.engine.documents import Reader, Writer
 from infinity.engine.durability import CommitInfo, Durability
+from infinity.engine.prefetch import PrefetchScheduler
 from infinity.engine.snapshot import Snapshot, snapshot_of
+from infinity.engine.stored_state import StoredState
 from infinity.errors import ManifestError, NoCommitError
 from infinity.io.completion import call_in_thread
 from infinity.store.commits import Commit, Commits
@@ -40,6 +45,7 @@ from infinity.store.loop import LoopThread
 from infinity.store.manifest import manifest_name
 from infinity.store.state import OpenState
 from infinity.store.store import TieredStore
+from infinity.store.stored import StoredCommit
 from infinity.store.versions import Held
 
 
@@ -91,6 +97,7 @@ class Durable(Durability):
     Args:
         loop: the loop thread.
         store: the shards.
+        scheduler: brings nothing in while shards get other bytes.
         commits: those there are.
         state: the state directories.
         capture: takes and gives back what is beside shards.
@@ -102,6 +109,7 @@ class Durable(Durability):
         self,
         loop: LoopThread,
         store: TieredStore,
+        scheduler: PrefetchScheduler,
         commits: Commits,
         state: OpenState,
         capture: Capture,
@@ -111,6 +119,7 @@ class Durable(Durability):
     ) -> None:
         self._loop = loop
         self._store = store
+        self._scheduler = scheduler
         self._commits = commits
         self._state = state
         self._capture = capture
@@ -118,7 +127,7 @@ class Durable(Durability):
         self._every = every
         self._pending: _Pending | None = None
         self._error: BaseException | None = None
-        self._found: tuple[Snapshot, Reader] | None = None
+        self._found: Commit | None = None
 
     def resume(self, leave: Callable[[], None]) -> bool:
         """Go on from the newest commit.
@@ -132,21 +141,33 @@ class Durable(Durability):
             return False
         snapshot, reader = self._read(commit)
         self._capture.check(snapshot)
-        self._capture.check_layout(snapshot)
+        self._found = commit
+        if not self._capture.has_layout_of(snapshot):
+            return False
         leave()
         self._give_back(commit, snapshot, reader)
-        self._found = snapshot, reader
         return True
 
-    def begin(self) -> None:
-        """Set the random states of the commit that was found: what has been drawn since does not count."""
-        if self._found is not None:
-            self._capture.restore_random(*self._found)
-            self._found = None
+    def begin(self, load: Callable[[StoredState], None]) -> None:
+        """Set the random states of the commit that was found: what has been drawn since does not count.
 
-    def track(self, name: str, tracked: Any) -> bool:
-        """See ``Tracked.add``."""
-        return self._capture.tracked.add(name, tracked)
+        A state that had to be stored anew is committed, since the one that was found cannot be gone back to.
+
+        Raises:
+            StorageError: it could not be read or written.
+        """
+        commit, self._found = self._found, None
+        if commit is None:
+            return
+        snapshot, reader = self._read(commit)
+        if self.last is not None:
+            self._capture.restore_random(snapshot, reader)
+            return
+        directories = [directory.path for directory in self._state.directories]
+        with StoredCommit.open(directories, commit.manifest.number, lock=False) as stored:
+            load(StoredState(stored))
+        self.num_steps = snapshot.step
+        self.commit()
 
     def end_step(self) -> None:
         """Count it, and begin a commit if one is due."""
@@ -223,6 +244,23 @@ class Durable(Durability):
         assert self.last is not None
         return self.last
 
+    def save(self, saver: CheckpointSaver, path: str | os.PathLike[str]) -> CommitInfo:
+        """Make a commit, and copy what it has.
+
+        Raises:
+            ModelError: something cannot be kept.
+            StorageError: the system reported an error; what was at ``path`` stays.
+        """
+        info, begun = self.commit(), time.perf_counter()
+        num_bytes = saver.save(path, step=info.step, state=self._state.state, number=info.number)
+        seconds = time.perf_counter() - begun
+        return dataclasses.replace(
+            info,
+            written_bytes=info.written_bytes + num_bytes,
+            seconds=info.seconds + seconds,
+            wait_seconds=info.wait_seconds + seconds,
+        )
+
     def find(self, *, steps: int) -> Commit:
         """The commit from which training has taken so many steps.
 
@@ -248,6 +286,12 @@ class Durable(Durability):
         """
         snapshot, reader = self._read(commit)
         self._capture.check(snapshot)
+        if not self._capture.has_layout_of(snapshot):
+            raise NoCommitError(
+                f"commit {commit.manifest.number} was made with other budgets or another precision, and its shards "
+                "cannot serve as they are: start with the settings of then, and resume",
+                path=self._path(commit),
+            )
         self._pending = self._error = None
         self._loop.run(self._commits.drop_after(commit))
         self._give_back(commit, snapshot, reader)
@@ -255,11 +299,15 @@ class Durable(Durability):
 
     def _give_back(self, commit: Commit, snapshot: Snapshot, reader: Reader) -> None:
         """Make shards and all else what they were, but for random states."""
-        self._loop.run(self._store.restore(commit.held))
+        self._loop.run(self._restore(commit.held))
         self._capture.restore_states(snapshot, reader)
         self._capture.restore(snapshot, reader)
         self.num_steps = snapshot.step
         self.last = CommitInfo(commit.manifest.number, snapshot.step, commit.manifest.num_bytes)
+
+    async def _restore(self, held: Held) -> None:
+        async with self._scheduler.replacing():
+            await self._store.restore(held)
 
     def _read(self, commit: Commit) -> tuple[Snapshot, Reader]:
         """What a commit keeps beside shards.

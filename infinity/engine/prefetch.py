@@ -20,8 +20,9 @@ only ever pinned by the owner ``TRAINING``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -175,6 +176,7 @@ class PrefetchScheduler:
         self._ahead_bytes = ahead_bytes
         self._backlog_bytes = backlog_bytes
         self._asked = False
+        self._is_halted = False
         self._complete_at: int | None = None  # evictions when all that steps need was last found resident
 
     # The training thread
@@ -182,6 +184,19 @@ class PrefetchScheduler:
     def start(self) -> None:
         """All shards have their values: from now on they may be fetched ahead."""
         self._orders.look_ahead = self.look_ahead_soon
+
+    @contextlib.asynccontextmanager
+    async def replacing(self) -> AsyncIterator[None]:
+        """A context in which all shards get other bytes: nobody brings any in ahead, and gathered units are dropped."""
+        self._is_halted = True
+        try:
+            await self._device.residency.settle()
+            await self._store.host.residency.quiesce()
+            yield
+        finally:
+            await self._device.invalidate_all()
+            self._is_halted = False
+            self.look_ahead_soon()
 
     def begin_forward(self, *, training: bool) -> None:
         """A forward pass of the whole model begins."""
@@ -286,8 +301,9 @@ class PrefetchScheduler:
 
     def _look_ahead(self) -> None:
         self._asked = False
-        self._look_along_training()
-        self._look_along_steps()
+        if not self._is_halted:
+            self._look_along_training()
+            self._look_along_steps()
 
     def _look_along_training(self) -> None:
         orders, num_units = self._orders, 0

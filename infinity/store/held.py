@@ -23,7 +23,17 @@ from pathlib import Path
 from infinity.errors import DirectoryError, DirectoryInUseError, StorageError, storage_error
 from infinity.store.owner import OWNER, OWNER_PARTIAL, open_mark, read_owner, replace_owner, write_owner
 
-__all__ = ["MAX_ATTEMPTS", "Held", "claim", "create", "leads_to", "remove", "replace_owner", "typed_errors"]
+__all__ = [
+    "MAX_ATTEMPTS",
+    "Held",
+    "claim",
+    "create",
+    "leads_to",
+    "remove",
+    "replace_owner",
+    "sync_directory",
+    "typed_errors",
+]
 
 LOCK = "lock"
 _DATA = re.compile(
@@ -70,6 +80,15 @@ def typed_errors(path: Path) -> Iterator[None]:
             raise storage_error("preparing or removing the job directory", error, path=path) from error
         message = repair.format(path=shlex.quote(str(path)), user=os.geteuid())
         raise DirectoryError(message, path=path, errno=error.errno) from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make what was created, renamed and removed in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def leads_to(parent: int, name: str, descriptor: int) -> bool:
