@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from infinity.config import Config
     from infinity.engine.deferred import deferred_init
     from infinity.engine.engine import Engine
+    from infinity.engine.importing import open_weights
     from infinity.engine.initialize import initialize
     from infinity.errors import (
         BudgetError,
@@ -54,6 +55,7 @@ __all__ = [
     "UnitStats",
     "deferred_init",
     "initialize",
+    "open_weights",
     "tile_large_layers",
     "tiled_cross_entropy",
 ]
@@ -83,6 +85,7 @@ _HOMES = {
     "UnitStats": "infinity.trace.stats",
     "deferred_init": "infinity.engine.deferred",
     "initialize": "infinity.engine.initialize",
+    "open_weights": "infinity.engine.importing",
     "tile_large_layers": "infinity.nn.replace",
     "tiled_cross_entropy": "infinity.nn.loss",
 }

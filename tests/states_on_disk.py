@@ -92,7 +92,7 @@ SKETCHES = [
 ]
 CHANNELS_LAST = "blocks.0.conv.weight"
 TIED = {"head.weight": "embedding.weight"}
-GROUPS = [
+GROUPS: list[dict[str, Any]] = [
     {"lr": 0.1, "betas": (0.9, 0.95), "params": ["embedding.weight", "blocks.0.up.weight", "blocks.0.conv.weight"]},
     {"lr": float("inf"), "betas": (0.9, 0.95), "params": ["blocks.0.up.bias", "norm.weight", "blocks.0.one"]},
 ]
@@ -113,7 +113,7 @@ class Expected:
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def layout_of(sketch: Sketch) -> PartLayout:
+def layout_of(sketch: Sketch, held: set[str]) -> PartLayout:
     slots, end = [], 0
     for name, shape in sketch.shapes.items():
         like = torch.empty(shape, device="meta")
@@ -122,7 +122,6 @@ def layout_of(sketch: Sketch) -> PartLayout:
         offset = -(-end // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         slots.append(SlotLayout(name=name, shape=list(shape), stride=list(like.stride()), offset=offset))
         end = offset + like.numel()
-    held = {name for group in GROUPS for name in group["params"]}  # type: ignore[attr-defined]
     large = [i for i, slot in enumerate(slots) if torch.Size(slot.shape).numel() > 1 and slot.name in held]
     has_states = sketch.states is not None and bool(large)
     return PartLayout(
@@ -162,7 +161,8 @@ class StateWriter:
         self.directories = list(directories)
         self.sketches = list(sketches)
         self.groups = list(groups)
-        self.layouts = [layout_of(sketch) for sketch in sketches]
+        held = {str(name) for group in groups for name in group["params"]}
+        self.layouts = [layout_of(sketch, held) for sketch in sketches]
         self.random = torch.Generator().manual_seed(seed)
         self.expected: dict[int, Expected] = {}
         self.stored: dict[ShardKey, StoredShard] = {}

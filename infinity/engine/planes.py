@@ -171,6 +171,52 @@ def _chunks(flat: torch.Tensor) -> Iterator[torch.Tensor]:
     return iter(flat.split(_CHUNK))
 
 
+class ExceptionTable:
+    """Exceptions as they lie behind a plane of residuals: how many, their indices, their values.
+
+    Args:
+        memory: ``uint8``, shape ``(ExceptionTable.num_bytes(num_elements),)``.
+
+    Attributes:
+        capacity: how many exceptions the table holds.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        table = memory.numpy()
+        self.capacity = (table.nbytes - _HEADER_BYTES) // _ENTRY_BYTES
+        self._count = table[:_HEADER_BYTES].view(np.int64)
+        bits_start = _HEADER_BYTES + 8 * self.capacity
+        self._indices = table[_HEADER_BYTES:bits_start].view(np.int64)
+        self._bits = table[bits_start : bits_start + 4 * self.capacity].view(np.int32)
+
+    @staticmethod
+    def num_bytes(num_elements: int) -> int:
+        """The size of the table for so many elements, of which there are whole pages."""
+        return round_up(_HEADER_BYTES + _ENTRY_BYTES * -(-num_elements // ELEMENTS_PER_EXCEPTION), PAGE_BYTES)
+
+    def is_sound(self, num_elements: int) -> bool:
+        """Whether it can be that of so many elements: bytes from a disk may be any."""
+        count = int(self._count[0])
+        if not 0 <= count <= self.capacity:
+            return False
+        indices = self._indices[:count]
+        return not count or bool(indices[0] >= 0 and indices[-1] < num_elements and np.all(indices[1:] > indices[:-1]))
+
+    def read(self) -> Exceptions:
+        """A copy of what is in it."""
+        count = int(self._count[0])
+        assert 0 <= count <= self.capacity
+        return Exceptions(self._indices[:count].copy(), self._bits[:count].copy())
+
+    def write(self, exceptions: Exceptions) -> None:
+        """Replace what is in it; at most ``capacity`` of them."""
+        count = exceptions.indices.size
+        assert count <= self.capacity
+        self._count[0] = count
+        self._indices[:count] = exceptions.indices
+        self._bits[:count] = exceptions.bits
+
+
 class Residuals:
     """The shard of a part's residuals: the plane, and behind it the table of exceptions.
 
@@ -180,46 +226,28 @@ class Residuals:
 
     Attributes:
         plane: ``int16``, shape ``(num_elements,)``.
-        capacity: how many exceptions the table holds.
+        table: what it holds of exceptions.
     """
 
     def __init__(self, shard: torch.Tensor, num_elements: int) -> None:
         self.plane = shard[: 2 * num_elements].view(torch.int16)
-        table = shard[2 * num_elements :].numpy()
-        self.capacity = (table.nbytes - _HEADER_BYTES) // _ENTRY_BYTES
-        self._count = table[:_HEADER_BYTES].view(np.int64)
-        bits_start = _HEADER_BYTES + 8 * self.capacity
-        self._indices = table[_HEADER_BYTES:bits_start].view(np.int64)
-        self._bits = table[bits_start : bits_start + 4 * self.capacity].view(np.int32)
+        self.table = ExceptionTable(shard[2 * num_elements :])
 
     @staticmethod
     def num_bytes(num_elements: int) -> int:
         """The size of the shard for so many elements, of which there are whole pages: a multiple of ``PAGE_BYTES``."""
-        table_bytes = _HEADER_BYTES + _ENTRY_BYTES * -(-num_elements // ELEMENTS_PER_EXCEPTION)
-        return 2 * num_elements + round_up(table_bytes, PAGE_BYTES)
+        return 2 * num_elements + ExceptionTable.num_bytes(num_elements)
 
     @property
-    def is_sound(self) -> bool:
-        """Whether the table can be one: bytes from a disk may be any."""
-        count = int(self._count[0])
-        if not 0 <= count <= self.capacity:
-            return False
-        indices = self._indices[:count]
-        return not count or bool(
-            indices[0] >= 0 and indices[-1] < self.plane.numel() and np.all(indices[1:] > indices[:-1])
-        )
+    def capacity(self) -> int:
+        """How many exceptions the table holds."""
+        return self.table.capacity
 
     @property
     def exceptions(self) -> Exceptions:
         """A copy of the table."""
-        count = int(self._count[0])
-        assert 0 <= count <= self.capacity
-        return Exceptions(self._indices[:count].copy(), self._bits[:count].copy())
+        return self.table.read()
 
     @exceptions.setter
     def exceptions(self, exceptions: Exceptions) -> None:
-        count = exceptions.indices.size
-        assert count <= self.capacity
-        self._count[0] = count
-        self._indices[:count] = exceptions.indices
-        self._bits[:count] = exceptions.bits
+        self.table.write(exceptions)

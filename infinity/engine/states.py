@@ -107,7 +107,7 @@ class Exact(StateFormat):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Where a slot's states are in a packed shard, in bytes.
 
     Attributes:
@@ -127,17 +127,20 @@ class Packed(StateFormat):
     Args:
         codec: what makes them.
         scratch_bytes: the memory in which a step makes the states of a run.
+
+    Attributes:
+        codec: what makes them.
     """
 
     def __init__(self, codec: Codec, scratch_bytes: int) -> None:
-        self._codec = codec
+        self.codec = codec
         self._scratch_bytes = scratch_bytes
-        self._places: dict[int, list[_Place]] = {}  # by part
+        self._places: dict[int, list[Place]] = {}  # by part
 
     def num_bytes(self, part: Part) -> int:
         """See ``StateFormat``."""
-        ends = [end for place in self._places_of(part) for end in (place.codes.stop, place.scales.stop)]
-        return round_up(max(part.num_elements * self._codec.code_bytes, *ends), PAGE_BYTES)
+        ends = [end for place in self.places_of(part) for end in (place.codes.stop, place.scales.stop)]
+        return round_up(max(part.num_elements * self.codec.code_bytes, *ends), PAGE_BYTES)
 
     @property
     def scratch_bytes(self) -> int:
@@ -148,49 +151,50 @@ class Packed(StateFormat):
         self, part: Part, position: int, shard: torch.Tensor, run: Run, scratch: torch.Tensor | None
     ) -> torch.Tensor:
         """See ``StateFormat``."""
-        slot, place = part.slots[position], self._places_of(part)[position]
+        slot, place = part.slots[position], self.places_of(part)[position]
         if not place.is_packed:
             return _shaped(slot, shard[place.codes].view(torch.float32))
         assert scratch is not None
         start = slot.offset - run.start
         out = scratch.view(torch.float32)[start : start + slot.num_elements]
-        self._codec.decode(shard[place.codes], shard[place.scales].view(torch.float32), out)
+        self.codec.decode(shard[place.codes], shard[place.scales].view(torch.float32), out)
         return _shaped(slot, out)
 
     def write(self, part: Part, position: int, shard: torch.Tensor, value: torch.Tensor) -> None:
         """See ``StateFormat``."""
-        slot, place = part.slots[position], self._places_of(part)[position]
+        slot, place = part.slots[position], self.places_of(part)[position]
         if place.is_packed:
             scales = shard[place.scales].view(torch.float32)
-            self._codec.encode(flat_of(slot, value), shard[place.codes], scales)
+            self.codec.encode(flat_of(slot, value), shard[place.codes], scales)
         else:
             _put(value, _shaped(slot, shard[place.codes].view(torch.float32)))
 
     def copy(self, part: Part, position: int, shard: torch.Tensor) -> torch.Tensor:
         """See ``StateFormat``."""
-        slot, place = part.slots[position], self._places_of(part)[position]
+        slot, place = part.slots[position], self.places_of(part)[position]
         if not place.is_packed:
             return _shaped(slot, shard[place.codes].view(torch.float32)).clone()
         out = torch.empty(slot.num_elements, dtype=torch.float32)
-        self._codec.decode(shard[place.codes], shard[place.scales].view(torch.float32), out)
+        self.codec.decode(shard[place.codes], shard[place.scales].view(torch.float32), out)
         return _shaped(slot, out)
 
-    def _places_of(self, part: Part) -> list[_Place]:
+    def places_of(self, part: Part) -> list[Place]:
+        """Where the states of each slot are."""
         if part.index not in self._places:
             self._places[part.index] = self._lay_out(part)
         return self._places[part.index]
 
-    def _lay_out(self, part: Part) -> list[_Place]:
-        places, end, size = [], part.num_elements * self._codec.code_bytes, self._codec.code_bytes
+    def _lay_out(self, part: Part) -> list[Place]:
+        places, end, size = [], part.num_elements * self.codec.code_bytes, self.codec.code_bytes
         for slot in part.slots:
             is_packed = slot.num_elements >= PACKED_ELEMENTS
             if is_packed:
                 codes = slice(slot.offset * size, (slot.offset + slot.num_elements) * size)
-                beside = 4 * self._codec.num_scales(slot.num_elements)
+                beside = 4 * self.codec.num_scales(slot.num_elements)
             else:
                 codes = slice(end, end + 4 * slot.num_elements)
                 beside = 4 * slot.num_elements
-            places.append(_Place(codes, slice(end, end + beside), is_packed))
+            places.append(Place(codes, slice(end, end + beside), is_packed))
             end += beside
         return places
 

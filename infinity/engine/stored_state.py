@@ -79,7 +79,7 @@ class _Shelf:
 
     def look(self, kind: str, take: Callable[[torch.Tensor], T]) -> T:
         shard = self._shards.get(self._part.key(kind), "weights")
-        if kind == RESIDUAL and not Residuals(shard, self._part.num_elements).is_sound:
+        if kind == RESIDUAL and not Residuals(shard, self._part.num_elements).table.is_sound(self._part.num_elements):
             raise ManifestError(f"shard {self._part.key(kind)} holds no residuals", path=self._commit.path)
         with torch.inference_mode(False):  # what is taken may be used in training
             return take(shard)
