@@ -1,8 +1,9 @@
 """``infinity <command>``, also ``python -m infinity``: joins the commands and says errors in one line.
 
-A command is a package of infinity with a ``cli.py`` that holds a typer callback named ``main``; its line in the list of
-commands is the first line of the package's docstring. Only the command that runs is imported, and with it torch: so an
-interrupt while torch loads, which takes seconds, ends as quietly as one later.
+A command is a package of infinity with a ``cli.py`` that holds a typer callback named ``main``, or a typer application
+named ``app`` where it has commands of its own; its line in the list of commands is the first line of the package's
+docstring. Only the command that runs is imported, and with it torch: so an interrupt while torch loads, which takes
+seconds, ends as quietly as one later.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ def application(chosen: str | None = None) -> typer.Typer:
     for name in command_names():
         summary = (importlib.import_module(f"infinity.{name}").__doc__ or "").partition("\n")[0]
         if name == chosen:
-            app.command(name, short_help=summary)(importlib.import_module(f"infinity.{name}.cli").main)
+            cli = importlib.import_module(f"infinity.{name}.cli")
+            if hasattr(cli, "app"):
+                app.add_typer(cli.app, name=name, short_help=summary)
+            else:
+                app.command(name, short_help=summary)(cli.main)
         else:
             app.command(name, help=summary)(_listed)
     return app

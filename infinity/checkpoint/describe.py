@@ -1,4 +1,4 @@
-"""What is in a state directory: as one JSON document, and as a tree for a person."""
+"""What is in a state directory: as one JSON document, and in lines for a person."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-from rich.tree import Tree
+from rich.console import Console
 
 from infinity.checkpoint.arguments import opened
 from infinity.console.formats import format_bytes
@@ -158,31 +155,27 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def show(document: Mapping[str, Any]) -> RenderableType:
+def lines_of(document: Mapping[str, Any]) -> Iterator[str]:
     """The document of ``describe`` for a person."""
     commit = document["commit"]
-    return Group(
-        _show_commits(document["commits"], commit["number"]),
-        Text(),
-        Text(
-            f"commit {commit['number']}: step {commit['step']}, rank {commit['rank']} of {commit['world_size']}, "
-            f"{commit['num_parameters']:,} parameters, {format_bytes(sum(commit['num_bytes'].values()))}"
-        ),
-        *(Text(line) for line in _lines_of_optimizer(commit["optimizer"])),
-        _show_units(commit),
-        *(Text(line) for line in _lines_of_rest(commit)),
-    )
-
-
-def _show_commits(commits: Sequence[Mapping[str, Any]], chosen: int) -> Table:
-    table = Table("", "commit", "step", "time", "size", box=None, pad_edge=False)
-    for each in commits:
-        mark = "*" if each["number"] == chosen else ""
+    for each in document["commits"]:
+        mark = "*" if each["number"] == commit["number"] else " "
         if each["valid"]:
-            table.add_row(mark, str(each["number"]), str(each["step"]), each["time"], format_bytes(each["num_bytes"]))
+            size = format_bytes(each["num_bytes"])
+            yield f"{mark} commit {each['number']}  step {each['step']}  {each['time']}  {size}"
         else:
-            table.add_row(mark, str(each["number"]), "", Text(f"cannot be used: {each['error']}", style="red"), "")
-    return table
+            yield f"{mark} commit {each['number']}  cannot be used: {each['error']}"
+    yield ""
+    yield (
+        f"commit {commit['number']}: step {commit['step']}, rank {commit['rank']} of {commit['world_size']}, "
+        f"{commit['num_parameters']:,} parameters, {format_bytes(sum(commit['num_bytes'].values()))}: "
+        f"{_show_sizes(commit['num_bytes'])}"
+    )
+    yield from _lines_of_optimizer(commit["optimizer"])
+    for unit in commit["units"]:
+        yield f"unit {unit['name']}: {_show_sizes(unit['num_bytes'])}"
+        yield from (f"  {_show_parameter(each)}" for each in unit["parameters"])
+    yield from _lines_of_rest(commit)
 
 
 def _lines_of_optimizer(optimizer: Mapping[str, Any]) -> Iterator[str]:
@@ -192,20 +185,13 @@ def _lines_of_optimizer(optimizer: Mapping[str, Any]) -> Iterator[str]:
         yield f"  group {index}, {group['num_params']} parameters: {settings}"
 
 
-def _show_units(commit: Mapping[str, Any]) -> Tree:
-    tree = Tree(Text(f"units: {_show_sizes(commit['num_bytes'])}"))
-    for unit in commit["units"]:
-        branch = tree.add(Text(f"{unit['name']}  {_show_sizes(unit['num_bytes'])}"))
-        for each in unit["parameters"]:
-            shape = "x".join(map(str, each["shape"])) or "scalar"
-            dtypes = each["dtype"]
-            if each["compute_dtype"] != each["dtype"]:
-                dtypes = f"{dtypes}, computes in {each['compute_dtype']}"
-            states = {state["stored"] for state in each["states"].values()}
-            beside = f"; {', '.join(each['states'])} ({', '.join(sorted(states))})" if states else ""
-            frozen = "" if each["stepped"] else "; not stepped"
-            branch.add(Text(f"{each['name']}  {shape}  {dtypes} ({each['stored']}){beside}{frozen}"))
-    return tree
+def _show_parameter(each: Mapping[str, Any]) -> str:
+    shape = "x".join(map(str, each["shape"])) or "scalar"
+    computes = f", computes in {each['compute_dtype']}" if each["compute_dtype"] != each["dtype"] else ""
+    stored = {state["stored"] for state in each["states"].values()}
+    states = f"; {', '.join(each['states'])} ({', '.join(sorted(stored))})" if stored else ""
+    frozen = "" if each["stepped"] else "; not stepped"
+    return f"{each['name']}  {shape}  {each['dtype']}{computes} ({each['stored']}){states}{frozen}"
 
 
 def _show_sizes(sizes: Mapping[str, int]) -> str:

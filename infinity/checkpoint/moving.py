@@ -62,5 +62,9 @@ class Moving:
         return self._ended - self._begun
 
     def __str__(self) -> str:
-        speed = self.num_bytes / max(self.seconds, 1e-9) / 1e9
-        return f"{format_bytes(self.num_bytes)} in {self.seconds:.1f} s, {speed:.2f} GB/s"
+        return format_moved(self.num_bytes, self.seconds)
+
+
+def format_moved(num_bytes: int, seconds: float) -> str:
+    """How much, how long, how fast."""
+    return f"{format_bytes(num_bytes)} in {seconds:.1f} s, {num_bytes / max(seconds, 1e-9) / 1e9:.2f} GB/s"

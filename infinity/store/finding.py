@@ -29,6 +29,7 @@ from infinity.errors import (
     StorageError,
     storage_error,
 )
+from infinity.store.held import LOCK
 from infinity.store.manifest import (
     COMMIT_NAME,
     DATA_NAME,
@@ -40,7 +41,6 @@ from infinity.store.manifest import (
 )
 from infinity.store.owner import read_owner
 
-LOCK_NAME = "lock"
 STATE_NAME = re.compile(r"infinity-state-rank\d+")
 
 _PIECE_BYTES = 4 << 20
@@ -198,8 +198,8 @@ def _contents(path: Path, at_most: int) -> Iterator[bytes]:
             raise storage_error("reading a file of a commit", error, path=path) from error
 
 
-def share_lock(directory: Path) -> int | None:
-    """Hold off jobs from a state directory; closing the descriptor lets them in again.
+def hold_off_jobs(directory: Path) -> int | None:
+    """Keep jobs out of a state directory; closing the descriptor lets them in again.
 
     Returns:
         ``None`` where there is nothing to lock, or no ``flock``: then no job can run there.
@@ -208,9 +208,9 @@ def share_lock(directory: Path) -> int | None:
         DirectoryInUseError: a live job owns it.
         StorageError: the lock could not be opened.
     """
-    if not (directory / LOCK_NAME).exists():
+    if not (directory / LOCK).exists():
         return None
-    descriptor = open_regular(directory / LOCK_NAME)
+    descriptor = open_regular(directory / LOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
@@ -218,12 +218,12 @@ def share_lock(directory: Path) -> int | None:
         if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
             return None
         if isinstance(error, BlockingIOError):
-            raise in_use(directory) from error
+            raise _in_use(directory) from error
         raise storage_error("locking a state directory", error, path=directory) from error
     return descriptor
 
 
-def in_use(directory: Path) -> DirectoryInUseError:
+def _in_use(directory: Path) -> DirectoryInUseError:
     """What to say of a directory that a live job owns."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

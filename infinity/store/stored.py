@@ -35,11 +35,11 @@ from infinity.io.memory import allocate, as_bytes
 from infinity.store.finding import (
     CommitFile,
     find_directories,
+    hold_off_jobs,
     list_commits,
     open_regular,
     read_manifest,
     read_tensors,
-    share_lock,
 )
 from infinity.store.manifest import Manifest, StoredExtent, StoredShard
 from infinity.store.shard import ShardKey
@@ -157,7 +157,7 @@ class StoredCommit:
         directories = find_directories(given)
         with contextlib.ExitStack() as stack:
             for directory in directories if lock else ():
-                held = share_lock(directory)
+                held = hold_off_jobs(directory)
                 if held is not None:
                     stack.callback(os.close, held)
             file, manifest, passed_over = _choose(list_commits(directories), number, directories)
