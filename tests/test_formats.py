@@ -278,7 +278,7 @@ def test_a_step_writes_twelve_bytes_for_each_parameter(tmp_path: Path) -> None:
             engine.step()
         engine.synchronize()
         assert engine._store.nvme is not None
-        shards = engine._store.nvme._shards
+        shards = engine._store.nvme.versions.live
         kinds = {key.kind for key in shards}
         assert RESIDUAL in kinds
         assert not kinds & {MASTER, UPPER, SCRATCH}

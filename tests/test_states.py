@@ -108,7 +108,7 @@ def train(tmp_path: Path, **fields: Any) -> tuple[list[float], dict[str, Any], i
         for usage in engine.usage().values():
             assert usage.peak_bytes <= usage.budget_bytes
         assert engine._store.nvme is not None
-        assert not any(key.kind.startswith(SCRATCH) for key in engine._store.nvme._shards)
+        assert not any(key.kind.startswith(SCRATCH) for key in engine._store.nvme.versions.live)
     return losses, state, engine
 
 

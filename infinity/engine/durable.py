@@ -41,6 +41,7 @@ from infinity.engine.stored_state import StoredState
 from infinity.errors import ManifestError, NoCommitError
 from infinity.io.completion import call_in_thread
 from infinity.store.commits import Commit, Commits
+from infinity.store.linking import link
 from infinity.store.loop import LoopThread
 from infinity.store.manifest import manifest_name
 from infinity.store.state import OpenState
@@ -245,14 +246,18 @@ class Durable(Durability):
         return self.last
 
     def save(self, saver: CheckpointSaver, path: str | os.PathLike[str]) -> CommitInfo:
-        """Make a commit, and copy what it has.
+        """Make a commit, and a checkpoint that shares its bytes where the file system allows that; else copy them.
 
         Raises:
             ModelError: something cannot be kept.
             StorageError: the system reported an error; what was at ``path`` stays.
         """
         info, begun = self.commit(), time.perf_counter()
-        num_bytes = saver.save(path, step=info.step, state=self._state.state, number=info.number)
+        commit, nvme = self._commits.find(info.number), self._store.nvme
+        assert nvme is not None
+        num_bytes = 0
+        if not self._loop.run(link(nvme, self._state, commit, path)):
+            num_bytes = saver.save(path, step=info.step, state=self._state.state, number=info.number)
         seconds = time.perf_counter() - begun
         return dataclasses.replace(
             info,

@@ -176,6 +176,7 @@ class Commits:
         for commit in commits:
             self._commits.remove(commit)
             self._nvme.versions.let_go(commit.held)
+        await self._nvme.volumes.drop_empty()
 
     def _describe(
         self, held: Held, dtypes: Mapping[ShardKey, str], engine: Mapping[str, Any], tensors: bytes | None

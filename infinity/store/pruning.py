@@ -10,19 +10,16 @@ What a commit that cannot be read uses is not known. While one stays, no data is
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from infinity.errors import NoCommitError, StorageError, storage_error
+from infinity.io.holes import punch
 from infinity.store.finding import CommitFile, find_directories, list_commits, read_manifest
 from infinity.store.held import LOCK, Held, claim, remove, remove_data
 from infinity.store.manifest import COMMIT_NAME, DATA_NAME, Manifest, tensors_name
-
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 Ranges = dict[str, list[tuple[int, int]]]
 """By the name of a data file: where ranges begin and end."""
@@ -159,7 +156,7 @@ class Pruning:
                 if path.stat().st_nlink > 1:
                     pruned.kept_bytes += num_bytes
                     pruned.notes.append(f"{path} has further links, so its room was not given back")
-                elif _punch(path, holes):
+                elif punch(path, holes):
                     pruned.freed_bytes += num_bytes
                 else:
                     pruned.kept_bytes += num_bytes
@@ -201,26 +198,6 @@ def _without(ranges: Sequence[tuple[int, int]], used: Sequence[tuple[int, int]])
             left.append((start, stop))
         end = max(end, stop)
     return left
-
-
-def _punch(path: Path, holes: Sequence[tuple[int, int]]) -> bool:
-    """Give back the blocks of ranges of a file; whether the file system can."""
-    if not holes:
-        return True
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        for start, stop in holes:
-            if fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, start, stop - start):
-                number = ctypes.get_errno()
-                if number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-                    return False
-                raise OSError(number, os.strerror(number))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def _remove_checkpoint(path: Path) -> list[str]:

@@ -72,6 +72,10 @@ class NewCheckpoint:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave nothing, unless it is complete."""
         if self._file is not None:
             os.close(self._file)
         os.close(self._descriptor)

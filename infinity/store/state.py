@@ -70,6 +70,10 @@ class OpenState:
         for directory in self.directories:
             directory.is_kept = True
 
+    def has_new_files(self) -> None:
+        """Data files were made, whose names are not durable yet."""
+        self._is_durable = False
+
     def make_durable(self) -> None:
         """See to it that the data files are found after a crash; they are all made by now.
 

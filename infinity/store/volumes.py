@@ -23,9 +23,11 @@ from infinity.config import BackendName
 from infinity.errors import DiskFullError
 from infinity.io.backend import DIRECT_ALIGNMENT, Backend, File, IOStatistics
 from infinity.io.completion import call_in_thread
+from infinity.io.holes import punch
 from infinity.io.open import Choice
 from infinity.io.tasks import gather_all
 from infinity.store.directory import JobDirectory, open_directories
+from infinity.store.held import typed_errors
 from infinity.store.shard import Extent, ExtentAllocator
 from infinity.store.speeds import Candidate, weigh
 from infinity.store.state import OpenState, new_file_name
@@ -188,6 +190,44 @@ class Volumes:
     def of_file(self, name: str) -> Volume:
         """The volume whose file has this name."""
         return next(volume for volume in (*self._volumes, *self._retired) if volume.file.path.name == name)
+
+    def is_written(self, volume: Volume) -> bool:
+        """Whether shards may be placed in it."""
+        return volume in self._volumes
+
+    async def retire(self, volume: Volume) -> None:
+        """Place nothing in a file any more, but in a new one of the same size; what is free in it is given back.
+
+        Raises:
+            DiskFullError: there is no room for the new one; the old one stays as it was.
+            StorageError: the system reported an error.
+        """
+        holes = [(hole.offset, hole.offset + hole.num_bytes) for hole in volume.allocator.holes]
+        size_bytes, path = volume.allocator.size_bytes, volume.file.path
+        await call_in_thread(lambda: punch(path, holes))
+        file = await volume.backend.open_file(path.with_name(new_file_name()), create=True)
+        try:
+            await volume.backend.preallocate(file, size_bytes)
+        except BaseException:
+            await file.aclose()
+            await call_in_thread(file.path.unlink)
+            await volume.backend.preallocate(volume.file, size_bytes)
+            raise
+        new = dataclasses.replace(volume, file=file, allocator=ExtentAllocator(size_bytes))
+        self._volumes[self._volumes.index(volume)] = new
+        self._retired.append(volume)
+
+    async def drop_empty(self) -> None:
+        """Be done with retired files in which nothing is left.
+
+        Raises:
+            StorageError: the system reported an error.
+        """
+        for volume in [volume for volume in self._retired if not volume.allocator.used_bytes]:
+            self._retired.remove(volume)
+            await volume.file.aclose()
+            with typed_errors(volume.file.path):
+                await call_in_thread(volume.file.path.unlink)
 
     def place(self, num_bytes: int) -> dict[Volume, list[Extent]]:
         """Take room for a shard: as suits the directories' speed, and what does not fit there wherever room is.
