@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinity.config import Config
     from infinity.engine.deferred import deferred_init
+    from infinity.engine.durability import CommitInfo
     from infinity.engine.engine import Engine
     from infinity.engine.importing import open_weights
     from infinity.engine.initialize import initialize
+    from infinity.engine.stored_state import StoredState, open_checkpoint
     from infinity.errors import (
         BudgetError,
         ConfigError,
@@ -20,11 +22,16 @@ if TYPE_CHECKING:
         DiskFullError,
         EngineStateError,
         InfinityError,
+        ManifestError,
         MicroBatchError,
+        MismatchError,
         ModelError,
+        NoCommitError,
         NonFiniteError,
+        NonFiniteWarning,
         ShortTransferError,
         StorageError,
+        UncertainCommitError,
     )
     from infinity.nn.embedding import TiledEmbedding
     from infinity.nn.linear import TiledLinear
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BudgetError",
+    "CommitInfo",
     "Config",
     "ConfigError",
     "DirectoryError",
@@ -42,19 +50,26 @@ __all__ = [
     "Engine",
     "EngineStateError",
     "InfinityError",
+    "ManifestError",
     "MicroBatchError",
+    "MismatchError",
     "ModelError",
+    "NoCommitError",
     "NonFiniteError",
+    "NonFiniteWarning",
     "RouteStats",
     "ShortTransferError",
     "StepStats",
     "StorageError",
+    "StoredState",
     "TierUsage",
     "TiledEmbedding",
     "TiledLinear",
+    "UncertainCommitError",
     "UnitStats",
     "deferred_init",
     "initialize",
+    "open_checkpoint",
     "open_weights",
     "tile_large_layers",
     "tiled_cross_entropy",
@@ -64,6 +79,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BudgetError": "infinity.errors",
+    "CommitInfo": "infinity.engine.durability",
     "Config": "infinity.config",
     "ConfigError": "infinity.errors",
     "DirectoryError": "infinity.errors",
@@ -72,19 +88,26 @@ _HOMES = {
     "Engine": "infinity.engine.engine",
     "EngineStateError": "infinity.errors",
     "InfinityError": "infinity.errors",
+    "ManifestError": "infinity.errors",
     "MicroBatchError": "infinity.errors",
+    "MismatchError": "infinity.errors",
     "ModelError": "infinity.errors",
+    "NoCommitError": "infinity.errors",
     "NonFiniteError": "infinity.errors",
+    "NonFiniteWarning": "infinity.errors",
     "RouteStats": "infinity.trace.stats",
     "ShortTransferError": "infinity.errors",
     "StepStats": "infinity.trace.stats",
     "StorageError": "infinity.errors",
+    "StoredState": "infinity.engine.stored_state",
     "TierUsage": "infinity.trace.stats",
     "TiledEmbedding": "infinity.nn.embedding",
     "TiledLinear": "infinity.nn.linear",
+    "UncertainCommitError": "infinity.errors",
     "UnitStats": "infinity.trace.stats",
     "deferred_init": "infinity.engine.deferred",
     "initialize": "infinity.engine.initialize",
+    "open_checkpoint": "infinity.engine.stored_state",
     "open_weights": "infinity.engine.importing",
     "tile_large_layers": "infinity.nn.replace",
     "tiled_cross_entropy": "infinity.nn.loss",

@@ -363,16 +363,6 @@ class Assembly(ABC):
         self._optimizer_loader = OptimizerLoader(
             loop, self._store, self._parts, stepper, loader, optimizer, fail=self._steps.fail
         )
-        self._checkpoint_loader = CheckpointLoader(
-            loop,
-            self._store,
-            self._scheduler,
-            self._capture,
-            self._model_loader,
-            self._optimizer_loader,
-            fail=self._steps.fail,
-        )
-        self._checkpoint_saver = CheckpointSaver(loop, self._store, self._capture)
         self.optimizer = OffloadedOptimizer(
             optimizer,
             self._begin_step,
@@ -381,3 +371,13 @@ class Assembly(ABC):
             functools.partial(self._reader.read_state, state_of=stepper.state_of),
             self._load_optimizer,
         )
+        self._checkpoint_loader = CheckpointLoader(
+            loop,
+            self._store,
+            self._scheduler,
+            self._capture,
+            self._model_loader,
+            self.optimizer,
+            fail=self._steps.fail,
+        )
+        self._checkpoint_saver = CheckpointSaver(loop, self._store, self._capture)

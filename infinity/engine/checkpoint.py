@@ -21,7 +21,7 @@ from safetensors.torch import save
 from infinity.engine.capture import Capture
 from infinity.engine.documents import Reader, Writer
 from infinity.engine.loading import ModelLoader
-from infinity.engine.optimizer_loading import OptimizerLoader
+from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.prefetch import PrefetchScheduler
 from infinity.engine.stored_state import StoredState
 from infinity.io.completion import call_in_thread
@@ -104,7 +104,7 @@ class CheckpointLoader:
         scheduler: brings nothing in meanwhile.
         capture: gives back what is beside shards.
         model_loader: takes weights by name.
-        optimizer_loader: takes optimizer states.
+        optimizer: takes optimizer states.
         fail: told what has failed half-way, when the state is whole no more.
     """
 
@@ -115,7 +115,7 @@ class CheckpointLoader:
         scheduler: PrefetchScheduler,
         capture: Capture,
         model_loader: ModelLoader,
-        optimizer_loader: OptimizerLoader,
+        optimizer: OffloadedOptimizer,
         *,
         fail: Callable[[BaseException], None],
     ) -> None:
@@ -124,7 +124,7 @@ class CheckpointLoader:
         self._scheduler = scheduler
         self._capture = capture
         self._model_loader = model_loader
-        self._optimizer_loader = optimizer_loader
+        self._optimizer = optimizer
         self._fail = fail
 
     def load(self, stored: StoredState) -> None:
@@ -142,7 +142,7 @@ class CheckpointLoader:
                 self._capture.restore_states(snapshot, reader)
             else:
                 self._model_loader.load(stored.weights, strict=True)
-                self._optimizer_loader.load(stored.optimizer_state_dict)
+                self._optimizer.adopt(stored.optimizer_state_dict)
             self._capture.restore(snapshot, reader)
         except BaseException as error:
             self._fail(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         step: Callable[[], None],
         discard: Callable[[], None],
         read_state: Callable[[nn.Parameter], dict[str, Any]],
-        load_state: Callable[[dict[str, Any]], None],
+        load_state: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._load_state = load_state
         self._user = user
@@ -127,10 +127,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         for before in self._user._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self._load_state(state_dict)
-        self.param_groups = self._user.param_groups
+        self.adopt(state_dict)
         for after in self._user._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def adopt(self, state_dict: Mapping[str, Any]) -> None:
+        """``load_state_dict`` without hooks; states may be read on demand (``streamed.py``)."""
+        self._load_state(state_dict)
+        self.param_groups = self._user.param_groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once made: parameters are laid out at start.

@@ -7,6 +7,7 @@ needed, so that going through parameters in order reads each shard once and hold
 from __future__ import annotations
 
 import functools
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -89,7 +90,7 @@ class StoredState:
     """What a commit holds.
 
     Args:
-        commit: an open one, which stays the caller's to close.
+        commit: an open one, which ``close`` closes.
         memory_bytes: shards of other parts than the one in use stay in memory within this much.
 
     Raises:
@@ -122,6 +123,16 @@ class StoredState:
         if len(set(held)) != len(held):
             raise self._refused("a parameter is in two groups of the optimizer")
         self._check_shards()
+
+    def __enter__(self) -> StoredState:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let jobs use the directories again. Closing twice is harmless."""
+        self.commit.close()
 
     @property
     def step(self) -> int:
@@ -256,6 +267,29 @@ class StoredState:
 
     def _refused(self, message: str) -> ManifestError:
         return ManifestError(f"commit cannot be used: {message}", path=self.commit.path)
+
+
+def open_checkpoint(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], number: int | None = None
+) -> StoredState:
+    """Read a checkpoint, or a commit of a run that has ended, without an engine; a context manager that closes itself.
+
+    Args:
+        paths: a directory of ``engine.save_checkpoint``, or a run's NVMe directories.
+        number: which commit; ``None`` for the newest.
+
+    Raises:
+        DirectoryError: there is no such directory, or a live job owns it (``DirectoryInUseError``).
+        ManifestError: the commit is damaged.
+        NoCommitError: there is none.
+        StorageError: it could not be read.
+    """
+    commit = StoredCommit.open(paths, number)
+    try:
+        return StoredState(commit)
+    except BaseException:
+        commit.close()
+        raise
 
 
 class _Weights(Mapping[str, torch.Tensor]):

@@ -55,11 +55,14 @@ class Tracked:
         Raises:
             ModelError: one has something in its state that cannot be kept.
         """
-        return {
+        taken = {
             name: writer.write(each.state_dict(), f"the state of {name!r}, which engine.track() was given,")
             for name, each in self._objects.items()
             if hasattr(type(each), "__iter__") == iterables
         }
+        if iterables:  # who is not tracked yet keeps what the commit before had
+            taken |= {name: writer.write(state, f"tracked {name!r}") for name, state in self._waiting.items()}
+        return taken
 
     def load(self, documents: Mapping[str, Any], reader: Reader) -> None:
         """Give objects the states of a commit; those that are not tracked yet get theirs when they are."""
