@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -170,5 +169,3 @@ STATE_FILES = [
     "infinity-state-rank0/shards-*.bin",
 ]
 """What one commit leaves below an NVMe directory."""
-
-ALL = list(itertools.product(("fp32", "bf16"), ("all on nvme", "half", "all in ram")))
