@@ -338,6 +338,7 @@ class Durable(Durability):
     async def _hold(self) -> _Holding:
         """Wait for the step's end, and hold all shards as they are then."""
         await self._stepped()
+        await self._commits.tidy()
         writer = Writer("s")
         states, dtypes = self._capture.of_states(writer), self._capture.dtypes()
         before = self._store.statistics().written_bytes

@@ -2,13 +2,14 @@
 
 A commit is made of bytes that are held (``versions.py``) and of a record that says where they are (``manifest.py``):
 
-    bytes held and durable -> record written beside, durable -> renamed -> directory durable: the commit is made
-        -> older records removed -> directory durable -> what only they held may be written over
+    bytes held and durable -> tensors in their place, durable -> record written beside, durable -> renamed
+        -> directory durable: the commit is made
+        -> older records removed -> directory durable -> what only they held may be written over, tensors removed
 
 So at any moment, and after a crash at any moment, the disk has the last commit whole: nothing that a record names is
-written over while the record may come back, and no record is there whose bytes may be missing. A commit that fails
-changes nothing. The order of what happens between two syncs does not matter, and no write has to be atomic but the
-rename (``tests/test_crash_states.py`` tries it).
+written over or removed while the record may come back, and no record is there whose bytes may be missing. A commit
+that fails changes nothing. The order of what happens between two syncs does not matter, and no write has to be atomic
+but the rename (``tests/test_crash_states.py`` tries it). What could not be removed keeps its bytes until it has been.
 
 What it costs on the disk: with ``num_retained`` commits kept, shards that every step changes exist ``num_retained + 1``
 times at most, the new ones included; shards that do not change exist once.
@@ -18,7 +19,7 @@ All coroutines belong to the loop thread; one runs at a time.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -84,6 +85,7 @@ class Commits:
         self._num_retained = num_retained
         self._rank = rank
         self._world_size = world_size
+        self._doomed: list[Commit] = []
         self._commits = [Commit(each, nvme.versions.adopt(each, doubtful=doubtful)) for each in state.manifests]
         nvme.versions.end_adopting()
         self._number = max((each.number for each in state.manifests), default=0)
@@ -123,30 +125,18 @@ class Commits:
 
         Raises:
             DiskFullError: there is no room for its record; the commit before stands.
-            StorageError: the system reported an error; the commit before stands.
+            UncertainCommitError: it failed, and its record may be there after a crash, whole; ``tidy`` removes it.
+            StorageError: the system reported an error, now or when older commits were to be removed; the commit before
+                stands.
         """
-        self._number += 1
-        interrupt: BaseException | None = None
-        try:
-            await self._nvme.flush()
-            manifest = self._describe(held, dtypes, engine, tensors)
-            writing = _Writing(self._state, manifest, tensors)
-            try:
-                await call_in_thread(writing.run)
-            except asyncio.CancelledError as error:
-                if not writing.is_done:
-                    raise
-                interrupt = error
-        except UncertainCommitError:
-            raise  # and its bytes stay, since the record may come back
-        except BaseException:
-            self._nvme.versions.let_go(held)
-            raise
-        for version in held.values():
-            version.generation = manifest.number if version.generation is None else version.generation
-        commit = Commit(manifest, held)
-        self._commits.append(commit)
-        await self._remove(self._commits[: -self._num_retained])
+        with self._nvme.in_flight:
+            commit, interrupt = await self._write(held, dtypes, engine, tensors)
+            for version in held.values():
+                version.generation = commit.manifest.number if version.generation is None else version.generation
+            self._commits.append(commit)
+            self._doom(self._commits[: -self._num_retained])
+            with contextlib.suppress(StorageError):  # this commit is made; the next one begins with it
+                await self.tidy()
         if interrupt is not None:
             raise interrupt
         return commit
@@ -155,28 +145,62 @@ class Commits:
         """Remove the commits that came after one, which is thus the last.
 
         Raises:
-            StorageError: the system reported an error.
+            StorageError: the system reported an error; ``tidy`` removes them.
         """
-        await self._remove(self._commits[self._commits.index(commit) + 1 :])
+        self._doom(self._commits[self._commits.index(commit) + 1 :])
+        await self.tidy()
 
-    async def _remove(self, commits: list[Commit]) -> None:
-        """Remove records; then, and only then, let their bytes go."""
-        if not commits:
-            return
-        files = self._state.files
+    async def tidy(self) -> None:
+        """Remove the records of commits that are no more; then, and only then, let their bytes go.
+
+        Raises:
+            StorageError: the system reported an error; the bytes stay until it has been done again.
+        """
+        doomed, files = tuple(self._doomed), self._state.files
 
         def remove() -> None:
-            for commit in commits:
+            for commit in doomed:
                 files.unlink(manifest_name(commit.manifest.number))
-                if commit.manifest.tensors is not None:
-                    files.unlink(tensors_name(commit.manifest.number))
             files.sync()
+            for commit in doomed:
+                files.unlink(tensors_name(commit.manifest.number))
 
-        await call_in_thread(remove)
-        for commit in commits:
-            self._commits.remove(commit)
+        if doomed:
+            with self._nvme.in_flight:
+                await call_in_thread(remove)
+        for commit in doomed:
+            self._doomed.remove(commit)
             self._nvme.versions.let_go(commit.held)
         await self._nvme.volumes.drop_empty()
+
+    def _doom(self, commits: list[Commit]) -> None:
+        self._doomed += commits
+        self._commits = [commit for commit in self._commits if commit not in commits]
+
+    async def _write(
+        self, held: Held, dtypes: Mapping[ShardKey, str], engine: Mapping[str, Any], tensors: bytes | None
+    ) -> tuple[Commit, BaseException | None]:
+        """Write a commit's record, and what it says durable: the commit, and the cancellation that came too late."""
+        try:
+            self._number += 1
+            await self.tidy()
+            await self._nvme.flush()
+            commit = Commit(self._describe(held, dtypes, engine, tensors), held)
+        except BaseException:
+            self._nvme.versions.let_go(held)
+            raise
+        writing = _Writing(self._state, commit.manifest, tensors)
+        try:
+            await call_in_thread(writing.run)
+        except BaseException as error:
+            if writing.is_done:
+                return commit, error
+            if writing.is_uncertain:
+                self._doomed.append(commit)  # its bytes stay, since the record may come back
+            else:
+                self._nvme.versions.let_go(held)
+            raise
+        return commit, None
 
     def _describe(
         self, held: Held, dtypes: Mapping[ShardKey, str], engine: Mapping[str, Any], tensors: bytes | None
@@ -231,6 +255,7 @@ class _Writing:
 
     Attributes:
         is_done: whether the commit is made.
+        is_uncertain: whether it is not, and a record of it may be left.
     """
 
     def __init__(self, state: OpenState, manifest: Manifest, tensors: bytes | None) -> None:
@@ -238,6 +263,7 @@ class _Writing:
         self._manifest = manifest
         self._tensors = tensors
         self.is_done = False
+        self.is_uncertain = False
 
     def run(self) -> None:
         """Write it, or leave nothing.
@@ -252,18 +278,21 @@ class _Writing:
         try:
             if self._tensors is not None:
                 files.write(tensors_name(number), self._tensors)
+                files.sync()
             files.write(manifest_name(number), encode(self._manifest))
             files.sync()
         except BaseException as error:
+            self.is_uncertain = True
             try:
                 files.unlink(manifest_name(number))
-                files.unlink(tensors_name(number))
                 files.sync()
+                files.unlink(tensors_name(number))
             except StorageError as another:
                 raise UncertainCommitError(
                     f"commit {number} failed ({error}), and whether a record of it is left is not known ({another}); "
                     "its bytes are kept, so that it is whole if there is one",
                     path=files.path / manifest_name(number),
                 ) from error
+            self.is_uncertain = False
             raise
         self.is_done = True

@@ -25,6 +25,7 @@ from infinity.store.owner import OWNER, OWNER_PARTIAL, open_mark, read_owner, re
 
 __all__ = [
     "MAX_ATTEMPTS",
+    "PROBE_NAME",
     "Held",
     "claim",
     "create",
@@ -36,8 +37,9 @@ __all__ = [
 ]
 
 LOCK = "lock"
+PROBE_NAME = re.compile(r"\.infinity-probe-[0-9a-f]{16}")
 _DATA = re.compile(
-    r"shards(-[0-9a-f]{16})?\.bin|commit-\d{10,15}\.(json|safetensors)(\.partial)?|\.infinity-probe-[0-9a-f]{16}"
+    rf"shards(-[0-9a-f]{{16}})?\.bin|commit-\d{{10,15}}\.(json|safetensors)(\.partial)?|{PROBE_NAME.pattern}"
 )
 MAX_ATTEMPTS = 64
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

@@ -57,7 +57,11 @@ Verify = Literal["always", "resume", "off"]
 
 
 class NvmeTier:
-    """Shards on NVMe; made by ``NvmeTier.open``. What it guarantees stands at the head of this file."""
+    """Shards on NVMe; made by ``NvmeTier.open``. What it guarantees stands at the head of this file.
+
+    Attributes:
+        in_flight: what ``aclose`` waits for.
+    """
 
     def __init__(
         self,
@@ -73,7 +77,7 @@ class NvmeTier:
         self._hasher = ThreadPoolExecutor(1, "infinity-checksum")
         self._volumes = Volumes()
         self._versions = Versions(self._volumes, capacity_bytes)
-        self._in_flight = InFlight()
+        self.in_flight = InFlight()
         self._closing: asyncio.Future[None] | None = None
 
     @classmethod
@@ -308,7 +312,7 @@ class NvmeTier:
             raise error
 
     async def _close(self) -> None:
-        await self._in_flight.drained()
+        await self.in_flight.drained()
         self._hasher.shutdown()
         self._versions.live.clear()
         await self._volumes.close()
@@ -333,7 +337,7 @@ class NvmeTier:
     @contextlib.contextmanager
     def _doing(self, action: str) -> Iterator[None]:
         """Count an operation, so that ``aclose`` waits for it, and name it in the errors of the backend."""
-        with self._in_flight:
+        with self.in_flight:
             try:
                 yield
             except StorageError as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from infinity.errors import ManifestError, StorageError
 from infinity.store.directory import StateDirectory, open_state_directories
 from infinity.store.files import DirectoryFiles
+from infinity.store.held import PROBE_NAME
 from infinity.store.manifest import (
     COMMIT_NAME,
     DATA_NAME,
@@ -128,8 +129,13 @@ def open_state(
         for directory in directories:
             stack.callback(directory.close)
         every = [open_files(directory) for directory in directories]
-        home = next((files for files in every if any(COMMIT_NAME.fullmatch(name) for name in files.names())), every[0])
-        if not any(COMMIT_NAME.fullmatch(name) for name in home.names()):
+        homes = [files for files in every if any(map(_is_record, files.names()))]
+        if len(homes) > 1:
+            raise ManifestError(
+                f"{homes[0].path} has commits too, of another run: give the directories of one run", path=homes[1].path
+            )
+        home = homes[0] if homes else every[0]
+        if not homes:
             for directory in directories:  # a run ended before its first commit
                 directory.is_kept = False
         manifests, faults = _read_commits(home)
@@ -148,17 +154,21 @@ def open_state(
         return OpenState(directories, every, home, state, manifests, places, faults)
 
 
+def _is_record(name: str) -> bool:
+    match = COMMIT_NAME.fullmatch(name)
+    return match is not None and match[2] == "json" and not match[3]
+
+
 def _read_commits(files: DirectoryFiles) -> tuple[list[Manifest], list[ManifestError]]:
     """The commits that are whole, oldest first, and why the others are not."""
     manifests, faults = [], []
     for name in files.names():
-        match = COMMIT_NAME.fullmatch(name)
-        if match is None or match[2] != "json" or match[3]:
+        if not _is_record(name):
             continue
         try:
             manifest = decode(files.read(name), files.path / name)
             if manifest_name(manifest.number) != name:
-                raise ManifestError(f"expected commit {int(match[1])}, got {manifest.number}", path=files.path / name)
+                raise ManifestError(f"expected another number, got {manifest.number}", path=files.path / name)
             if manifest.tensors is not None:
                 _tensors(files, manifest)
             manifests.append(manifest)
@@ -225,7 +235,10 @@ def _remove_orphans(
     places: dict[str, int],
     faults: Sequence[ManifestError],
 ) -> None:
-    """Remove data files that no commit names, and records of commits that never were; damaged ones stay to be seen."""
+    """Remove what no commit has; damaged records stay to be seen.
+
+    That is: data files that no commit names, records of commits that never were, probes of ``open_backend``.
+    """
     kept = {manifest_name(manifest.number) for manifest in manifests}
     kept |= {tensors_name(manifest.number) for manifest in manifests if manifest.tensors is not None}
     kept |= {Path(fault.path).with_suffix(suffix).name for fault in faults for suffix in (".json", ".safetensors")}
@@ -235,6 +248,7 @@ def _remove_orphans(
             for name in files.names()
             if (DATA_NAME.fullmatch(name) and places.get(name) != index)
             or (COMMIT_NAME.fullmatch(name) and (files is not home or name not in kept))
+            or PROBE_NAME.fullmatch(name)
         ]
         for name in doomed:
             files.unlink(name)
