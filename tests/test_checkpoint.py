@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import infinity
 from durable_runs import Run, adamw, assert_same, files_in, make_model, trained
@@ -230,6 +231,25 @@ def test_open_checkpoint_reads_what_the_engine_had(tmp_path: Path) -> None:
         assert stored.tracked["loader"] == {"num_given": 3}
     for index, state in outcome.optimizer["state"].items():
         assert all(torch.equal(optimizer.state_dict()["state"][index][name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("max_file_bytes", [5 * 10**9, 3000])
+def test_weights_as_files_that_others_read(tmp_path: Path, precision: str, max_file_bytes: int) -> None:
+    run = Run(None, precision=precision)
+    run.until(2)
+    run.engine.export_safetensors(tmp_path / "out", max_file_bytes=max_file_bytes)
+    outcome = run.end()
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted((tmp_path / "out").glob("*.safetensors")):
+        found |= load_file(file)
+    assert found.keys() == outcome.weights.keys()
+    assert all(torch.equal(found[name], value) for name, value in outcome.weights.items())
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (max_file_bytes == 3000)
+    other = Run(None)
+    with pytest.raises(DirectoryError, match="not empty"):
+        other.engine.export_safetensors(tmp_path / "out")
+    other.end()
 
 
 def test_holes_are_punched_and_files_cloned_or_not(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ class Capture:
                 "parts": taken["parts"],
                 "tied": self._tied(),
                 "buffers": taken["buffers"],
-                "persistent_buffers": self._persistent_buffers(),
+                "persistent_buffers": list(self.persistent_buffers()),
                 "optimizer": {
                     "class_name": type(self._optimizer).__name__,
                     "groups": taken["groups"],
@@ -256,6 +256,15 @@ class Capture:
         np.random.set_state(saved["numpy"])
         self._generators.restore(saved["torch"])
 
+    def persistent_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that a state dict has, by name."""
+        found = {}
+        for prefix, module in self._module.named_modules(remove_duplicate=False):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    found[f"{prefix}.{name}" if prefix else name] = buffer
+        return found
+
     def _group(self, writer: Writer, index: int) -> dict[str, Any]:
         group = self._optimizer.param_groups[index]
         values = {
@@ -268,13 +277,6 @@ class Capture:
     def _tied(self) -> dict[str, str]:
         every = self._module.named_parameters(remove_duplicate=False)
         return {name: self._names[param] for name, param in every if self._names[param] != name}
-
-    def _persistent_buffers(self) -> list[str]:
-        found = []
-        for prefix, module in self._module.named_modules(remove_duplicate=False):
-            kept = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-            found += [f"{prefix}.{name}" if prefix else name for name in kept]
-        return found
 
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:

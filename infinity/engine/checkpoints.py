@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from infinity.engine.assembly import Assembly
 from infinity.engine.durability import CommitInfo
+from infinity.engine.exporting import export_weights
 from infinity.engine.stored_state import StoredState
+from infinity.engine.tensor_files import Entry
 from infinity.errors import EngineStateError, NonFiniteError, NonFiniteWarning
 from infinity.store.commits import Commit
 from infinity.store.stored import StoredCommit
@@ -115,6 +120,37 @@ class Checkpoints(Assembly):
             unit.version += 1
         self._durability.num_steps = stored.step
         return stored.step
+
+    def export_safetensors(self, path: str | os.PathLike[str], *, max_file_bytes: int = 5 * 10**9) -> None:
+        """Write the weights at full precision as safetensors files that others read, one tensor in memory at a time.
+
+        Names are those of ``state_dict()``; tied weights are there once. Several files have an index beside them, as
+        Hugging Face's libraries expect.
+
+        Args:
+            path: a directory that does not exist, or is empty.
+            max_file_bytes: how many bytes of tensors there are in a file.
+
+        Raises:
+            DirectoryError: ``path`` is no such directory.
+            DiskFullError: there is no room.
+            ModelError: the format has no word for a dtype.
+            StorageError: something could not be read or written; nothing is left.
+        """
+        self._settle("export_safetensors")
+        buffers = self._capture.persistent_buffers()
+        entries = [
+            Entry(slot.name, part.step_dtype if part.stepped else part.compute_dtype, tuple(slot.shape))
+            for part in self._parts
+            for slot in part.slots
+        ]
+        entries += [Entry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
+        params = {slot.name: slot.param for part in self._parts for slot in part.slots}
+
+        def read(name: str) -> torch.Tensor:
+            return self._reader.read(params[name], full=True) if name in params else buffers[name]
+
+        export_weights(Path(path), entries, read, max_file_bytes=max_file_bytes)
 
     @property
     def num_steps(self) -> int:

@@ -196,6 +196,37 @@ class Exporter:
             files.write(name, 0, buffer.to(self._dtype_of(buffer.dtype)))
 
 
+def export_weights(
+    out: Path, entries: Sequence[Entry], read: Callable[[str], torch.Tensor], *, max_file_bytes: float
+) -> None:
+    """Write tensors as safetensors files, one in memory at a time.
+
+    Args:
+        out: a directory that does not exist, or is empty.
+        entries: what there is.
+        read: the value of each.
+        max_file_bytes: how many bytes of tensors there are in a file.
+
+    Raises:
+        DirectoryError: ``out`` is no such directory.
+        DiskFullError: there is no room.
+        ModelError: the format has no word for a dtype.
+        StorageError: something could not be read or written; nothing is left.
+    """
+    planned = plan_files(entries, max_file_bytes)
+    check_output(out, sum(file.num_bytes for file in planned))
+    with output_directory(out) as directory:
+        files, durable = TensorFiles(directory, planned), False
+        try:
+            for entry in entries:
+                files.write(entry.name, 0, read(entry.name).detach().cpu().to(entry.dtype).contiguous())
+            durable = True
+        finally:
+            files.close(durable=durable)
+        if len(planned) > 1:
+            write_text(directory / INDEX_NAME, json.dumps(index_of(planned, entries), indent=2) + "\n")
+
+
 def _is_in_order(slot: Slot) -> bool:
     """Whether elements lie in the order of their indices."""
     return torch.empty_strided(slot.shape, slot.stride, device="meta").is_contiguous()

@@ -84,7 +84,7 @@ class PlannedFile(NamedTuple):
     num_bytes: int
 
 
-def plan_files(entries: Sequence[Entry], max_file_bytes: int) -> list[PlannedFile]:
+def plan_files(entries: Sequence[Entry], max_file_bytes: float = math.inf) -> list[PlannedFile]:
     """Divide tensors, in order, into files of at most so many bytes of them; a larger one gets a file of its own.
 
     Raises:

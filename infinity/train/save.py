@@ -1,13 +1,7 @@
-"""Final weights as one safetensors file, written tensor by tensor: never more of them in memory than one.
-
-``safetensors`` itself wants all tensors at once. The format is small: the length of the header in eight bytes, a JSON
-header with each tensor's type, shape and place, then the tensors' bytes.
-"""
+"""Final weights as one safetensors file, written tensor by tensor: never more of them in memory than one."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +9,8 @@ from pathlib import Path
 import torch
 
 from infinity.console.output import check_output
+from infinity.engine.tensor_files import Entry, OutputFile, bytes_of, plan_files
 from infinity.errors import ConfigError, StorageError, storage_error
-
-_ITEM_BYTES = 4
-_HEADER_ALIGNMENT = 8
 
 
 def check_save(path: Path) -> None:
@@ -52,39 +44,29 @@ def save_weights(path: Path, weights: Mapping[str, torch.Tensor], shapes: Mappin
     Raises:
         StorageError: writing failed; what was written is removed.
     """
+    [planned] = plan_files([Entry(name, torch.float32, tuple(shape)) for name, shape in shapes.items()])
     unfinished = _unfinished(path)
     try:
-        with unfinished.open("xb") as file:
-            file.write(_header(shapes))
+        output, is_whole = OutputFile(unfinished, planned.num_bytes), False
+        try:
+            output.write(0, planned.header)
             for name, shape in shapes.items():
-                tensor = weights[name].detach().to(device="cpu", dtype=torch.float32).contiguous()
+                tensor = weights[name].detach().to(device="cpu", dtype=torch.float32)
                 assert tensor.shape == shape
-                file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-            size_bytes = file.tell()
+                output.write(planned.places[name], bytes_of(tensor))
+            is_whole = True
+        finally:
+            output.close(durable=is_whole)
         unfinished.replace(path)
-    except StorageError:  # of the weights' own tier
+    except StorageError:
         raise
     except OSError as error:
         raise storage_error("writing the weights for --save", error, path=path) from error
     finally:
         unfinished.unlink(missing_ok=True)
-    return size_bytes
+    return planned.num_bytes
 
 
 def _unfinished(path: Path) -> Path:
     """Where weights are written before they take the place of ``path``."""
     return path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-
-
-def _header(shapes: Mapping[str, torch.Size]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape in shapes.items():
-        end = offset + _ITEM_BYTES * math.prod(shape)
-        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % _HEADER_ALIGNMENT)
-    return len(header).to_bytes(8, "little") + header
