@@ -346,10 +346,10 @@ def test_removing_everything_leaves_what_is_not_ours(
 ) -> None:
     stranger = writer.directories[1] / "notes.txt"
     stranger.touch()
-    if not is_checkpoint:
-        for directory in writer.directories:
+    for directory in writer.directories:
+        (directory / "owner.json").write_text('{"application": "infinity", "schema": 1}')
+        if not is_checkpoint:
             (directory / "lock").touch()
-            (directory / "owner.json").write_text('{"application": "infinity", "schema": 1}')
     asked: list[str] = []
     monkeypatch.setattr("typer.confirm", lambda text, **_: asked.append(text))
     assert call("prune", *writer.directories, "--all") == 2

@@ -110,33 +110,39 @@ class Reader:
         Raises:
             ModelError: it is no document of ``Writer``'s, or a tensor is missing.
         """
+        try:
+            return self._read(document, where)
+        except RecursionError as error:
+            raise ModelError(f"{where}: a document in a checkpoint is nested too deeply") from error
+
+    def _read(self, document: Any, where: str) -> Any:
         if isinstance(document, list):
-            return [self.read(item, where) for item in document]
+            return [self._read(item, where) for item in document]
         if not isinstance(document, Mapping):
             return document
         if len(document) == 1 and next(iter(document)).startswith("$"):
             [(tag, content)] = document.items()
             try:
                 return self._tagged(tag, content, where)
-            except (TypeError, ValueError, KeyError, AttributeError, binascii.Error) as error:
+            except (TypeError, ValueError, KeyError, AttributeError, OverflowError, binascii.Error) as error:
                 raise ModelError(f"{where}: {tag!r} in a checkpoint cannot be read: {error!r}") from error
-        return {key: self.read(item, where) for key, item in document.items()}
+        return {key: self._read(item, where) for key, item in document.items()}
 
     def _tagged(self, tag: str, content: Any, where: str) -> Any:
         if tag in ("$tensor", "$array"):
             tensor = self._tensors[content].clone()
             return tensor if tag == "$tensor" else tensor.numpy()[()]
         if tag in ("$tuple", "$set"):
-            items: Sequence[Any] = self.read(list(content), where)
+            items: Sequence[Any] = self._read(list(content), where)
             return tuple(items) if tag == "$tuple" else set(items)
         if tag == "$dict":
-            return {self.read(key, where): self.read(item, where) for key, item in content}
+            return {self._read(key, where): self._read(item, where) for key, item in content}
         if tag == "$bytes":
             return base64.b64decode(content, validate=True)
         if tag == "$float":
             return float(content)
         if tag == "$complex":
-            real, imaginary = (self.read(each, where) for each in content)
+            real, imaginary = (self._read(each, where) for each in content)
             return complex(real, imaginary)
         if tag == "$dtype" and isinstance(dtype := getattr(torch, content), torch.dtype):
             return dtype

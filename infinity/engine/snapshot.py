@@ -179,8 +179,10 @@ def snapshot_of(manifest: Manifest, path: Any) -> Snapshot:
         return Snapshot.model_validate(manifest.engine)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ManifestError(f"commit cannot be used: engine.{place}: {first['msg']}", path=path) from error
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (UnicodeEncodeError, RecursionError) as error:
+        reason = str(error)
+    raise ManifestError(f"commit cannot be used: engine.{reason}", path=path)
 
 
 def torch_dtype(name: str) -> torch.dtype:

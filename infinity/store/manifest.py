@@ -224,6 +224,8 @@ def decode(content: bytes, path: Path) -> Manifest:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise _refused(path, f"not a manifest: {place + ': ' if place else ''}{first['msg']}") from error
+    except UnicodeEncodeError as error:
+        raise _refused(path, f"not a manifest: {error}") from error
     except RecursionError as error:
         raise _refused(path, "not a manifest: nested too deeply") from error
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from infinity.errors import NoCommitError, StorageError, storage_error
 from infinity.io.holes import punch
 from infinity.store.finding import CommitFile, find_directories, list_commits, read_manifest
-from infinity.store.held import LOCK, Held, claim, remove, remove_data
+from infinity.store.held import LOCK, Held, claim, remove, remove_data, sync_directory
 from infinity.store.manifest import COMMIT_NAME, DATA_NAME, Manifest, tensors_name
+from infinity.store.owner import OWNER
 
 Ranges = dict[str, list[tuple[int, int]]]
 """By the name of a data file: where ranges begin and end."""
@@ -96,7 +97,7 @@ class Pruning:
             for file in doomed:
                 file.path.unlink()
             for directory in {file.path.parent for file in doomed}:
-                _sync(directory)
+                sync_directory(directory)
             for file in doomed:
                 file.path.with_name(tensors_name(file.number)).unlink(missing_ok=True)
         pruned = Pruned([file.number for file in doomed])
@@ -205,11 +206,12 @@ def _remove_checkpoint(path: Path) -> list[str]:
     names = sorted(entry.name for entry in path.iterdir() if entry.is_file() and not entry.is_symlink())
     for name in [name for name in names if COMMIT_NAME.fullmatch(name)]:
         (path / name).unlink()
-    _sync(path)
+    sync_directory(path)
     for name in [name for name in names if DATA_NAME.fullmatch(name)]:
         _unlink_data(path / name)
-    strangers = sorted(map(str, path.iterdir()))
+    strangers = sorted(str(entry) for entry in path.iterdir() if entry.name != OWNER)
     if not strangers:
+        (path / OWNER).unlink(missing_ok=True)
         path.rmdir()
     return strangers
 
@@ -218,14 +220,6 @@ def _unlink_data(path: Path) -> None:
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         remove_data(descriptor, path.name)
-    finally:
-        os.close(descriptor)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
