@@ -236,10 +236,10 @@ def test_an_export_that_is_interrupted_leaves_nothing(writer: StateWriter, tmp_p
 
 
 def test_what_differs_between_commits(writer: StateWriter, capsys: pytest.CaptureFixture[str]) -> None:
-    copy = writer.directories[0].parent / "copy"
-    shutil.copytree(writer.directories[0], copy)
-    shutil.copy(writer.directories[1] / writer.names[1], copy)
-    document = answer(capsys, "diff", f"{copy}@2", f"{copy}@3", "--optimizer", code=1)
+    here, also = writer.directories[0], ["--also", writer.directories[1]]
+    assert call("diff", f"{here}@2", f"{here}@3") == 2
+    assert "give that directory too" in capsys.readouterr().err
+    document = answer(capsys, "diff", f"{here}@2", f"{here}@3", *also, "--optimizer", code=1)
     assert document["settings"] == {"step": [2, 3]}
     assert [each["name"] for each in document["weights"]] == ["embedding.weight", "head.weight", "norm.count"]
     before, after = (writer.expected[number].weights["embedding.weight"] for number in (2, 3))
@@ -248,8 +248,8 @@ def test_what_differs_between_commits(writer: StateWriter, capsys: pytest.Captur
     states = [each["name"] for each in document["states"]]
     assert "optimizer state of embedding.weight: exp_avg" in states
     assert "optimizer state of norm.weight: exp_avg" not in states
-    assert answer(capsys, "diff", f"{copy}@3", copy, "--optimizer")["same"]
-    assert call("diff", f"{copy}@1", f"{copy}@2") == 1
+    assert answer(capsys, "diff", f"{here}@3", here, *also, "--optimizer")["same"]
+    assert call("diff", f"{here}@1", f"{here}@2", *also) == 1
     assert "elements differ, at most" in capsys.readouterr().out
 
 
@@ -334,7 +334,7 @@ def test_files_with_further_links_stay_as_they_are(writer: StateWriter, capsys: 
 def test_where_no_holes_can_be_punched(
     writer: StateWriter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pruning, "_punch", lambda path, holes: False)
+    monkeypatch.setattr(pruning, "punch", lambda path, holes: False)
     document = answer(capsys, "prune", *writer.directories, "--keep", 1, "--yes")
     assert document["freed_bytes"] == 0 < document["kept_bytes"]
     assert "punches no holes" in document["notes"][0]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 import infinity
 from infinity.engine.exporting import DtypeName, Exporter
@@ -125,6 +127,17 @@ def test_files_hold_what_the_commit_does(
     opened = infinity.open_weights(out)
     assert set(opened) == set(found)
     assert all(flat_bits(opened[name]) == flat_bits(value) for name, value in found.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_pytorchs_distributed_checkpoints_read_the_files(writer: StateWriter, tmp_path: Path) -> None:
+    with StoredCommit.open(writer.directories) as commit:
+        Exporter(StoredState(commit), max_file_bytes=20_000).write(tmp_path / "out")
+    expected = writer.expected[1].weights
+    found = {name: torch.zeros_like(value) for name, value in expected.items() if name not in TIED}
+    reader = HuggingFaceStorageReader(str(tmp_path / "out"))
+    load_distributed(found, storage_reader=reader, no_dist=True)
+    assert all(flat_bits(value) == flat_bits(expected[name]) for name, value in found.items())
 
 
 def test_files_are_cut_as_their_size_says() -> None:

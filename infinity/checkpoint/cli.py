@@ -34,6 +34,9 @@ Directories = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="State directories, or the NVMe paths that hold them.")
 ]
 Number = Annotated[int | None, typer.Option("--commit", metavar="NUMBER", help="Which commit, by its number.", min=0)]
+Also = Annotated[
+    list[Path] | None, typer.Option("--also", metavar="DIR", help="A further directory where its data files may be.")
+]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON; - is standard output.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show errors with their traceback.")]
 
@@ -79,9 +82,7 @@ def verify_command(paths: Directories, number: Number = None, json: Json = None,
 def export_command(
     path: Annotated[str, typer.Argument(metavar="DIR[@NUMBER]", help="A state directory; with @, one of its commits.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist, or is empty.")],
-    also: Annotated[
-        list[Path] | None, typer.Option("--also", metavar="DIR", help="Further directories of the same state.")
-    ] = None,
+    also: Also = None,
     dtype: Annotated[
         str, typer.Option(metavar="|".join(get_args(DtypeName)), help="Of what is floating-point; keep: as stepped.")
     ] = "keep",
@@ -132,6 +133,7 @@ def export_command(
 def diff_command(
     first: Annotated[str, typer.Argument(metavar="A", help="A state directory; with @NUMBER, one of its commits.")],
     second: Annotated[str, typer.Argument(metavar="B", help="The same, or another.")],
+    also: Also = None,
     optimizer: Annotated[bool, typer.Option("--optimizer", help="Compare the optimizer's states, too.")] = False,
     json: Json = None,
     debug: Debug = False,
@@ -142,7 +144,8 @@ def diff_command(
     """
     console = _console(json)
     (path, number), (other_path, other_number) = parse_commit(first), parse_commit(second)
-    with opened([path], number, console) as state, opened([other_path], other_number, console) as other:
+    more = also or []
+    with opened([path, *more], number, console) as state, opened([other_path, *more], other_number, console) as other:
         comparison = compare(state, other, with_optimizer=optimizer)
     for line in comparison.lines():
         say(console, line)
