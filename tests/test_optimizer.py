@@ -342,10 +342,11 @@ def test_a_step_that_is_interrupted_is_whole(
             # Take the gradients before, so that the waits that are interrupted are the step's.
             engine._steps.prepare()
             gradients = engine._gradients.take()
+            engine._steps.complete(gradients)
             interrupts = 0
             monkeypatch.setattr(LoopThread, "_result", result)
             with pytest.raises(KeyboardInterrupt):
-                engine._steps.complete(gradients)
+                engine._steps.end()
             monkeypatch.undo()
         weights = dict(engine.state_dict())
     assert_same(losses, case.expected.returned, "losses")

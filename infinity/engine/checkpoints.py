@@ -55,17 +55,17 @@ class Checkpoints(Assembly):
         self._refuse_gradients("commit()")
         return self._durability.commit()
 
-    def rollback(self, steps: int = 0) -> CommitInfo:
+    def rollback(self, steps: int | None = None) -> CommitInfo:
         """Go back to a commit, bit for bit, random states and tracked objects included; also after a failure.
 
         Later commits and all gradients are gone.
 
         Args:
-            steps: how many optimizer steps ago it was made; 0 for one of now.
+            steps: how many optimizer steps ago it was made; 0 for one of now, ``None`` for the newest.
 
         Raises:
             ConfigError: the run keeps no commits.
-            NoCommitError: none is kept of that step; the message says which are.
+            NoCommitError: none is kept of that step, or none at all; the message says which are.
             StorageError: the system reported an error.
         """
         self._refuse_inside("rollback")
@@ -178,14 +178,20 @@ class Checkpoints(Assembly):
     def _recover(self) -> None:
         """Forget what is under way and what has failed: the state is about to be another."""
         self._hooks.recover()
+        self._resources.loop.run(self._stream.reset())
         self._steps.reset()
-        self._stream.reset()
         self._forget_gradients()
+        for slot in (slot for unit in self._units for slot in unit.slots):
+            slot.param.grad = None  # of a backward that was cut off
 
     def _roll_back(self, commit: Commit) -> CommitInfo:
         """Make a commit the state, whatever is under way or has failed."""
-        self._recover()
-        self._durability.restore(commit)
+        try:
+            self._recover()
+            self._durability.restore(commit)
+        except BaseException as error:
+            self._steps.fail(error)  # the state is of neither time; another try may do
+            raise
         for unit in self._units:
             unit.version += 1
         assert self._durability.last is not None
@@ -202,8 +208,7 @@ class Checkpoints(Assembly):
             raise NonFiniteError(
                 f"{found}; nothing has been stepped: discard gradients with zero_grad(), or rollback()"
             )
-        steps = self._durability.steps_since()
-        info = self._roll_back(self._durability.find(steps=steps))
+        info = self._roll_back(self._durability.find(steps=None))
         warnings.warn(
             NonFiniteWarning(f"{found}: went back to commit {info.number}, of step {info.step}"), stacklevel=4
         )

@@ -66,9 +66,9 @@ class Durability(ABC):
             load: gives the engine the state of a commit whose shards cannot serve as they are.
         """
 
+    @abstractmethod
     def end_step(self) -> None:
-        """A step was taken."""
-        self.num_steps += 1
+        """A step was taken, and has been counted."""
 
     @abstractmethod
     def proceed(self) -> None:
@@ -91,12 +91,8 @@ class Durability(ABC):
         """Write the state into a directory of its own. Nothing is under way."""
 
     @abstractmethod
-    def find(self, *, steps: int) -> Commit:
-        """The commit from which training has taken so many steps."""
-
-    def steps_since(self) -> int:
-        """How many steps were taken since the newest commit."""
-        return self.num_steps - (self.last.step if self.last is not None else 0)
+    def find(self, *, steps: int | None) -> Commit:
+        """The commit from which training has taken so many steps; ``None``: the newest."""
 
     @abstractmethod
     def restore(self, commit: Commit) -> None:
@@ -112,6 +108,9 @@ class Scratch(Durability):
 
     def begin(self, load: Callable[[StoredState], None]) -> None:
         """Random states are as they are."""
+
+    def end_step(self) -> None:
+        """Nothing follows from it."""
 
     def proceed(self) -> None:
         """Nothing is under way."""
@@ -139,7 +138,7 @@ class Scratch(Durability):
         seconds = time.perf_counter() - begun
         return CommitInfo(number, self.num_steps, num_bytes, num_bytes, seconds, seconds)
 
-    def find(self, *, steps: int) -> Commit:
+    def find(self, *, steps: int | None) -> Commit:
         """Refuse.
 
         Raises:

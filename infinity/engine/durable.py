@@ -38,7 +38,7 @@ from infinity.engine.durability import CommitInfo, Durability
 from infinity.engine.prefetch import PrefetchScheduler
 from infinity.engine.snapshot import Snapshot, snapshot_of
 from infinity.engine.stored_state import StoredState
-from infinity.errors import ManifestError, NoCommitError
+from infinity.errors import EngineStateError, ManifestError, NoCommitError, UncertainCommitError
 from infinity.io.completion import call_in_thread
 from infinity.store.commits import Commit, Commits
 from infinity.store.linking import link
@@ -171,8 +171,7 @@ class Durable(Durability):
         self.commit()
 
     def end_step(self) -> None:
-        """Count it, and begin a commit if one is due."""
-        super().end_step()
+        """Begin a commit if one is due."""
         if self._every is not None and self.num_steps % self._every == 0:
             self._begin()
 
@@ -190,23 +189,33 @@ class Durable(Durability):
             pending.moments.append(self._capture.at_next_use(writer))
         except BaseException:
             self._pending = None
-            self._loop.submit(self._let_go(pending.held))
+            with contextlib.suppress(EngineStateError):  # the loop has ended, and with it all that is held
+                self._loop.submit(self._let_go(pending.held))
             raise
         pending.writers.append(writer)
         pending.made = self._loop.submit(self._make(pending))
 
     def join(self) -> None:
-        """Wait for a commit that is under way."""
+        """Wait for a commit that is under way.
+
+        Raises:
+            StorageError: what is left of one that is no more cannot be removed; its bytes take room until it is.
+        """
         self.proceed()
-        pending, self._pending = self._pending, None
-        if pending is None or pending.made is None:
-            return
+        if self._pending is not None and self._pending.made is not None:
+            self._await(self._pending, self._pending.made)
+        if not self._commits.is_tidy:
+            self._loop.run(self._commits.tidy())
+
+    def _await(self, pending: _Pending, made: concurrent.futures.Future[tuple[Commit, int]]) -> None:
         begun = time.perf_counter()
         try:
-            commit, written_bytes = self._loop.wait(pending.made)
+            commit, written_bytes = self._loop.wait(made)  # an interrupt leaves it pending
         except Exception as error:
-            self._error = error
+            is_uncertain = isinstance(error, UncertainCommitError)
+            self._pending, self._error = None, (error.__cause__ or error) if is_uncertain else error
             return
+        self._pending = None
         ended = time.perf_counter()
         self.last = CommitInfo(
             commit.manifest.number,
@@ -266,13 +275,17 @@ class Durable(Durability):
             wait_seconds=info.wait_seconds + seconds,
         )
 
-    def find(self, *, steps: int) -> Commit:
-        """The commit from which training has taken so many steps.
+    def find(self, *, steps: int | None) -> Commit:
+        """The commit from which training has taken so many steps; ``None``: the newest.
 
         Raises:
             NoCommitError: it is not kept, or never was.
         """
+        if steps is None and self._commits.last is not None:
+            return self._commits.last
         found = {snapshot_of(each.manifest, self._path(each)).step: each for each in self._commits.all}
+        if steps is None:
+            raise NoCommitError("rollback(): no commit has been made yet", path=self._state.files.path)
         if self.num_steps - steps not in found:
             there = ", ".join(f"rollback(steps={self.num_steps - step})" for step in sorted(found)) or "none yet"
             raise NoCommitError(

@@ -14,6 +14,7 @@ from torch import nn
 from infinity.engine.accumulation import AccumulationInfo
 from infinity.engine.assembly import check_forward
 from infinity.engine.checkpoints import Checkpoints
+from infinity.engine.lent import signals_after
 from infinity.engine.weights import StreamingStateDict
 from infinity.errors import EngineStateError, InfinityError, ModelError
 from infinity.trace import TierUsage
@@ -325,20 +326,28 @@ class Engine(Checkpoints):
             self._clipper.check_finite()
             causes.append(("optimizer", time.perf_counter()))
         if self._scaling.skips:
-            self._gradients.discard()
+            with signals_after():
+                self._gradients.discard()
+                self._count_step()
             self._end_step()
             return False
         return True
 
     def _step(self) -> None:
         with self._activity.waiting() as causes:
-            self._steps.complete(self._gradients.take())
+            with signals_after():  # a step counts if, and only if, it is taken
+                self._steps.complete(self._gradients.take())
+                self._count_step()
+            self._steps.end()
             causes.append(("optimizer", time.perf_counter()))
         self._end_step()
 
-    def _end_step(self) -> None:
+    def _count_step(self) -> None:
         self._resources.loop.call_soon(self._scheduler.end_cycle)
+        self._scaling.end_step()
+        self._durability.num_steps += 1
+
+    def _end_step(self) -> None:
         self._activity.switch("outside")
         self.last_step = self._account.end_step(self._step_begun)
-        self._scaling.end_step()
         self._durability.end_step()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from infinity.engine.gradients import GradientSink
+from infinity.engine.lent import signals_after
 from infinity.engine.passage import Passage, in_backward
 from infinity.engine.prefetch import PrefetchScheduler
 from infinity.engine.saved import SavedTensors
@@ -81,8 +82,9 @@ class Gatherer:
                 + f"; raise hbm to at least {unit.num_bytes + sum(other.num_bytes for other in others)}"
                 + (", or set accumulation='horizontal'" if self.turns.is_shared else "")
             ) from error
-        unit.bind(buffer)
-        self._saved.add(unit)
+        with signals_after():
+            unit.bind(buffer)
+            self._saved.add(unit)
 
     def _gather(self, unit: Unit) -> torch.Tensor:
         try:
@@ -117,17 +119,19 @@ class Gatherer:
         """Release those of ``units`` that are idle, whoever wanted them kept."""
         for unit in units:
             if unit.is_idle:
-                self._saved.remove(unit)
-                unit.unbind()
-                self._scheduler.release(unit)
-                self._on_release(unit)
+                with signals_after():
+                    self._saved.remove(unit)
+                    unit.unbind()
+                    self._scheduler.release(unit)
+                    self._on_release(unit)
 
     def release_all(self) -> None:
         """Release every unit, whoever uses it: after an interrupt."""
         for unit in self._units:
             unit.forget_users()
             if unit.state is UnitState.GATHERED:
-                unit.unbind()
+                with signals_after():
+                    unit.unbind()
         self._scheduler.release_all()
 
 

@@ -159,12 +159,11 @@ class OptimizerSteps:
         self._worker.lend()
 
     def complete(self, gradients: Sequence[PartGradients]) -> None:
-        """Step the parts that are left; waits for them unless steps overlap training.
+        """Have the parts stepped that are left; ``end`` follows.
 
         Raises:
             ModelError: hyper-parameters changed since the step began under backward, or the optimizer cannot be stepped
                 sub-group by sub-group.
-            StorageError: a shard could not be read or written.
         """
         shadow, has_begun = self._open or Shadow(self._optimizer), self._open is not None
         if has_begun:
@@ -177,6 +176,13 @@ class OptimizerSteps:
         else:
             self._loop.run(self._stepper.compute(lambda: shadow.step([])))
         self._running = self._loop.submit(self._stream.drain())
+
+    def end(self) -> None:
+        """Wait for the step unless steps overlap training.
+
+        Raises:
+            StorageError: a shard could not be read or written.
+        """
         if not self.overlaps:
             self.join()
             self.check_errors()

@@ -35,8 +35,9 @@ from infinity.store.device import DeviceTier
 
 def half_way(error: BaseException) -> EngineStateError:
     """What everyone is told once a step has failed."""
+    cause = "the store's event loop has ended" if isinstance(error, asyncio.CancelledError) else error
     return EngineStateError(
-        f"an optimizer step, or a change of weights, failed half-way, so the state is no longer whole: {error}; "
+        f"an optimizer step, or a change of weights, failed half-way, so the state is no longer whole: {cause}; "
         "go back to a commit with engine.rollback(), or start again from your last saved state"
     )
 
@@ -158,9 +159,10 @@ class StepStream:
         if self.error is not None:
             raise half_way(self.error) from self.error
 
-    def reset(self) -> None:
-        """The state is another, and whole: what failed counts no more. Nothing is on the way."""
+    async def reset(self) -> None:
+        """All state will be another: drop what has not begun, wait for what has, and forget what failed."""
         self._jobs.clear()
+        await self.drain()
         self._pending.clear()
         self.error, self._told = None, False
 

@@ -11,6 +11,9 @@ written over or removed while the record may come back, and no record is there w
 that fails changes nothing. The order of what happens between two syncs does not matter, and no write has to be atomic
 but the rename (``tests/test_crash_states.py`` tries it). What could not be removed keeps its bytes until it has been.
 
+Where making data durable has failed, the system may call it clean all the same, and the next attempt would succeed
+without having written it. So what no commit has had by then is written once more.
+
 What it costs on the disk: with ``num_retained`` commits kept, shards that every step changes exist ``num_retained + 1``
 times at most, the new ones included; shards that do not change exist once.
 
@@ -86,6 +89,7 @@ class Commits:
         self._rank = rank
         self._world_size = world_size
         self._doomed: list[Commit] = []
+        self._may_be_lost = False
         self._commits = [Commit(each, nvme.versions.adopt(each, doubtful=doubtful)) for each in state.manifests]
         nvme.versions.end_adopting()
         self._number = max((each.number for each in state.manifests), default=0)
@@ -99,6 +103,11 @@ class Commits:
     def all(self) -> tuple[Commit, ...]:
         """Those that are kept, oldest first."""
         return tuple(self._commits)
+
+    @property
+    def is_tidy(self) -> bool:
+        """Whether nothing is left of commits that are no more: see ``tidy``."""
+        return not self._doomed
 
     def find(self, number: int) -> Commit:
         """One by its number.
@@ -173,6 +182,15 @@ class Commits:
             self._nvme.versions.let_go(commit.held)
         await self._nvme.volumes.drop_empty()
 
+    async def _make_durable(self, held: Held) -> None:
+        if self._may_be_lost:
+            for key, version in held.items():
+                if version.generation is None:
+                    await self._nvme.rewrite(key, version)
+        self._may_be_lost = True
+        await self._nvme.flush()
+        self._may_be_lost = False
+
     def _doom(self, commits: list[Commit]) -> None:
         self._doomed += commits
         self._commits = [commit for commit in self._commits if commit not in commits]
@@ -184,7 +202,7 @@ class Commits:
         try:
             self._number += 1
             await self.tidy()
-            await self._nvme.flush()
+            await self._make_durable(held)
             commit = Commit(self._describe(held, dtypes, engine, tensors), held)
         except BaseException:
             self._nvme.versions.let_go(held)

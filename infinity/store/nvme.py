@@ -44,6 +44,7 @@ from infinity.config import BackendName
 from infinity.errors import ConfigError, EngineStateError, StorageError
 from infinity.io.backend import DIRECT_ALIGNMENT, IOStatistics, Priority, Timing
 from infinity.io.completion import InFlight
+from infinity.io.memory import allocate, as_bytes
 from infinity.io.open import Choice
 from infinity.io.open import open_backend as _open_backend
 from infinity.io.tasks import call_in_executor, gather_all
@@ -237,6 +238,24 @@ class NvmeTier:
         finally:
             version.num_reads -= 1
             self._versions.put_down(version)
+
+    async def rewrite(self, key: ShardKey, version: Version) -> None:
+        """Write the bytes of a version once more, where they are: whether the disk has them is in doubt.
+
+        It takes memory of the version's size, beside all budgets.
+
+        Raises:
+            MismatchError: what is read back is not what was written.
+            StorageError: the system reported an error.
+        """
+        memory = as_bytes(allocate(version.num_bytes))
+        version.doubtful = True
+        await self.read_version(key, version, memory, priority=Priority.BACKGROUND)
+        with self._doing(f"write of {key}"):
+            await gather_all(
+                volume.backend.write_many(batch, priority=Priority.BACKGROUND)
+                for volume, batch in version.batches(memory)
+            )
 
     def delete(self, key: ShardKey) -> None:
         """Forget a shard and give its extents back; harmless where there is none.
