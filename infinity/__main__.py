@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 import infinity
+from infinity.console.arguments import FlagCommand
 from infinity.console.output import tolerate_any_text
 from infinity.errors import InfinityError
 
@@ -60,7 +61,7 @@ def application(chosen: str | None = None) -> typer.Typer:
             if hasattr(cli, "app"):
                 app.add_typer(cli.app, name=name, short_help=summary)
             else:
-                app.command(name, short_help=summary)(cli.main)
+                app.command(name, short_help=summary, cls=FlagCommand)(cli.main)
         else:
             app.command(name, help=summary)(_listed)
     return app

@@ -11,12 +11,13 @@ from infinity.errors import ConfigError, DirectoryError, StorageError, storage_e
 
 
 @contextlib.contextmanager
-def nvme_directories(paths: Sequence[Path], say: Callable[[str], None]) -> Iterator[None]:
+def nvme_directories(paths: Sequence[Path], say: Callable[[str], None], *, kept: bool = False) -> Iterator[None]:
     """Create the missing ones of ``paths`` for as long as the context lasts.
 
     Args:
         paths: directories that are there, or whose parent is.
         say: told each directory that is created.
+        kept: a state may be left in them at the end, and then they stay.
 
     Raises:
         DirectoryError: the parent of one is missing or no directory, or one is a link to nowhere.
@@ -35,11 +36,11 @@ def nvme_directories(paths: Sequence[Path], say: Callable[[str], None]) -> Itera
                 raise storage_error("creating the directory for --nvme", error, path=path) from error
             if made:
                 created.append(path)
-                say(f"created {path}, to be removed at the end")
+                say(f"created {path}" + ("" if kept else ", to be removed at the end"))
         yield
     finally:
         for path in created:
-            with contextlib.suppress(OSError):  # not empty: someone put files there, which stay
+            with contextlib.suppress(OSError):  # not empty: it holds a state, or files of someone else, which stay
                 path.rmdir()
 
 

@@ -277,6 +277,7 @@ class Assembly(ABC):
             commits,
             state,
             self._capture,
+            self.recorder,
             stepped=self._stream.stepped,
             every=config.durability if isinstance(config.durability, int) else None,
         )

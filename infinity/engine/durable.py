@@ -48,6 +48,7 @@ from infinity.store.state import OpenState
 from infinity.store.store import TieredStore
 from infinity.store.stored import StoredCommit
 from infinity.store.versions import Held
+from infinity.trace import COMMIT, Recorder
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +103,7 @@ class Durable(Durability):
         commits: those there are.
         state: the state directories.
         capture: takes and gives back what is beside shards.
+        recorder: is told of each commit.
         stepped: ends when no sub-group is on its way, or raises what a step failed with.
         every: after how many steps one is due; ``None``: when asked for.
     """
@@ -114,6 +116,7 @@ class Durable(Durability):
         commits: Commits,
         state: OpenState,
         capture: Capture,
+        recorder: Recorder,
         *,
         stepped: Callable[[], Awaitable[None]],
         every: int | None,
@@ -124,6 +127,7 @@ class Durable(Durability):
         self._commits = commits
         self._state = state
         self._capture = capture
+        self._recorder = recorder
         self._stepped = stepped
         self._every = every
         self._pending: _Pending | None = None
@@ -379,8 +383,13 @@ class Durable(Durability):
         except BaseException:
             await self._let_go(pending.held)
             raise
+        held = time.perf_counter()
         commit = await self._commits.make(holding.held, holding.dtypes, engine, content)
-        return commit, holding.written_bytes + (0 if content is None else len(content))
+        written_bytes = holding.written_bytes + (0 if content is None else len(content))
+        ended, number = time.perf_counter(), commit.manifest.number
+        self._recorder.record(COMMIT, "make durable", held, ended)
+        self._recorder.record(COMMIT, "commit", pending.begun, ended, num_bytes=written_bytes, number=number)
+        return commit, written_bytes
 
 
 def load_tensors(content: bytes, path: Any) -> dict[str, torch.Tensor]:

@@ -182,13 +182,16 @@ class Engine(Checkpoints):
         return self.values.gathered(params, modify=modify)
 
     def synchronize(self) -> None:
-        """Wait until steps and transfers that have begun have ended, as ``torch.cuda.synchronize`` does for kernels.
+        """Wait until steps, transfers and commits that have begun have ended, as ``torch.cuda.synchronize`` for kernels.
 
         Raises:
-            StorageError: a shard could not be read or written in a step; the engine cannot go on.
+            StorageError: a shard could not be read or written in a step, and the engine cannot go on; or a commit has
+                failed, and the one before stands.
         """
         self._check_usable()
         self._steps.settle()
+        self._durability.join()
+        self._durability.check()
         for residency in (self._device.residency, self._store.host.residency):
             self._resources.loop.run(residency.quiesce())
 

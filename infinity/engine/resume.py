@@ -25,7 +25,7 @@ async def open_for(config: Config) -> OpenState | None:
             newest = state.manifests[-1]
             raise DirectoryError(
                 f"this NVMe directory holds the state of a run (commit {newest.number} of {newest.time}): go on with "
-                "it by resume='auto' in Config, or remove it by python -m infinity.checkpoint prune --all "
+                "it by resume='auto' in Config (--resume), or remove it by python -m infinity.checkpoint prune --all "
                 f"{state.files.path}, or give another directory",
                 path=state.files.path,
             )

@@ -3,6 +3,7 @@
 from infinity.trace.meter import StepMeter
 from infinity.trace.perfetto import write_trace
 from infinity.trace.spans import (
+    COMMIT,
     COPY,
     DEVICE_TO_HOST,
     HOST_TO_DEVICE,
@@ -20,6 +21,7 @@ from infinity.trace.spans import (
 from infinity.trace.stats import Bandwidths, RouteStats, StepStats, TierUsage, UnitStats
 
 __all__ = [
+    "COMMIT",
     "COPY",
     "DEVICE_TO_HOST",
     "HOST_TO_DEVICE",

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from infinity.trace.spans import COPY, COUNTER, OPTIMIZER, READ, STALL, TRAINING, WRITE, Span, StepTrace
+from infinity.trace.spans import COMMIT, COPY, COUNTER, OPTIMIZER, READ, STALL, TRAINING, WRITE, Span, StepTrace
 from infinity.trace.stats import Bandwidths, RouteStats, StepStats, UnitStats
 from infinity.trace.timeline import Timeline, busy_periods, exclusive_seconds
 
@@ -83,6 +83,7 @@ class _Step:
         transfers: those that ended, by route: start and end, bytes read, bytes written (or copied).
         stalls: seconds by cause.
         units: figures by name.
+        commit_bytes: what commits have written that ended.
     """
 
     def __init__(self, trace: StepTrace) -> None:
@@ -102,6 +103,7 @@ class _Step:
                 on_thread.append(span)
             elif track == OPTIMIZER and "unit" in args:
                 self.units[args["unit"]].seconds[OPTIMIZER] += max(0.0, end - max(start, begin))
+        self.commit_bytes = sum(span.args.get("num_bytes", 0) for span in trace.spans if span.track == COMMIT)
         for track, name, start, end, args in trace.spans:
             if (route := name if track == COPY else _ROUTES.get(track)) is not None:
                 num_bytes = args["num_bytes"]
@@ -180,6 +182,8 @@ class StepMeter:
             routes=routes,
             units={name: unit.stats() for name, unit in step.units.items()},
             num_dropped_spans=trace.num_dropped,
+            commit_seconds=timeline.seconds(timeline.busy(COMMIT)),
+            commit_bytes=step.commit_bytes,
         )
 
     def _routes(self, step: _Step, timeline: Timeline) -> dict[str, RouteStats]:

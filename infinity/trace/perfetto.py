@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import storage_error
-from infinity.trace.spans import COPY, COUNTER, OPTIMIZER, READ, STALL, TRAINING, WRITE, Span, StepTrace
+from infinity.trace.spans import COMMIT, COPY, COUNTER, OPTIMIZER, READ, STALL, TRAINING, WRITE, Span, StepTrace
 
 _PROCESS = 1
 _STEPS = "steps"
-_ORDER = (_STEPS, READ, COPY, TRAINING, STALL, OPTIMIZER, WRITE)
+_ORDER = (_STEPS, READ, COPY, TRAINING, STALL, OPTIMIZER, WRITE, COMMIT)
 """Tracks from top to bottom; others come below."""
 
 _MICROSECONDS = 1e6

@@ -48,6 +48,9 @@ COPY = "copy"
 HOST_TO_DEVICE = "host_to_device"
 DEVICE_TO_HOST = "device_to_host"
 
+COMMIT = "commit"
+"""Track of commits: spans ``commit``, from when one is due until it is durable, and in them what it waits for."""
+
 COUNTER = "counter"
 """Not a track: a value at one instant, under its name."""
 

@@ -91,7 +91,8 @@ class StepStats:
         num_stalls: how many of these gathers the training thread had to wait for.
         compute_seconds: time in which forward, backward or the optimizer computed; where two did at once, once.
         stalls: seconds that the training thread waited, by cause: ``read`` for the disk, ``room`` for memory,
-            ``optimizer`` for the optimizer's step of what is needed. Only causes that there were.
+            ``optimizer`` for the optimizer's step of what is needed, ``commit`` for a commit to be durable before state
+            changes. Only causes that there were.
         overlap_share: the part of NVMe's busy time in which something computed, 0 to 1; 1 where NVMe was idle.
         roofline_seconds: the least that the step could have taken: the longest of ``compute_seconds``, what was read,
             what was written, and both together, each over its bandwidth. Bandwidths are those the meter was given, else
@@ -103,6 +104,8 @@ class StepStats:
         units: by name of the unit, in the order of their first appearance.
         num_dropped_spans: what was too much to be recorded; where it is not 0, the figures from ``compute_seconds`` on
             are too low.
+        commit_seconds: time of the step in which a commit was under way, beside training.
+        commit_bytes: what commits that ended in it had to write: shards that were newer in memory, and their tensors.
     """
 
     step: int
@@ -121,6 +124,8 @@ class StepStats:
     routes: dict[str, RouteStats] = field(default_factory=dict)
     units: dict[str, UnitStats] = field(default_factory=dict)
     num_dropped_spans: int = 0
+    commit_seconds: float = 0.0
+    commit_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain dictionaries, for JSON."""

@@ -30,7 +30,7 @@ CONFIG_DEFAULTS: dict[str, object] = {"hbm": "32MiB", "ram": "96MiB"}
 
 _CONFIG_DOCS = {
     "nvme": "Directories for the state that fits in neither memory; several are striped. One whose parent exists is "
-    "created, and removed at the end.",
+    "created, and removed at the end unless a state is kept in it (--durability).",
     "debug": "Fill released memory with NaN, so that any use after release shows (also INFINITY_DEBUG=1), and show "
     "errors with their traceback.",
 }

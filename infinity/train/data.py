@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,11 +78,23 @@ def load_corpus(path: Path | None, *, limit_bytes: int, seq_length: int) -> Corp
     return Corpus(_as_tensor(train), _as_tensor(held_out), source, len(texts), truncated)
 
 
-def training_batches(text: torch.Tensor, *, batch_size: int, seq_length: int, seed: int) -> Iterator[Batch]:
-    """Yield batches for ever, each of sequences that start anywhere in the text, chosen by ``seed`` alone."""
+def training_batches(
+    text: torch.Tensor, *, batch_size: int, seq_length: int, seed: int, num_skipped: int = 0
+) -> Iterator[Batch]:
+    """Yield batches for ever, each of sequences that start anywhere in the text, chosen by ``seed`` alone.
+
+    Args:
+        text: where they are cut out of.
+        batch_size: sequences in each.
+        seq_length: tokens in each sequence.
+        seed: which ones.
+        num_skipped: how many of the first are left out: a run before has trained on them.
+    """
     generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield _cut(text, torch.randint(len(text) - seq_length, (batch_size,), generator=generator), seq_length)
+    for number in itertools.count():
+        starts = torch.randint(len(text) - seq_length, (batch_size,), generator=generator)
+        if number >= num_skipped:
+            yield _cut(text, starts, seq_length)
 
 
 def held_out_batches(text: torch.Tensor, *, batch_size: int, seq_length: int, num_batches: int) -> list[Batch]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from infinity.trace import StepStats, UnitStats
+
+_KEPT = ("losses", "grad_norms", "step_seconds", "eval_steps", "eval_losses")
 
 RECENT_STEPS = 10
 """How many of the last steps tell the present pace."""
@@ -36,6 +40,15 @@ class History:
     eval_steps: list[int] = field(default_factory=list)
     eval_losses: list[float] = field(default_factory=list)
     diverged_at: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes along with commits: the figures that a table or a document shows of each step."""
+        return {name: list(getattr(self, name)) for name in _KEPT}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the steps of a run before."""
+        for name in _KEPT:
+            setattr(self, name, list(state[name]))
 
     def note_stats(self, stats: StepStats) -> None:
         """Keep what the engine reported of a step. Of units only sums: a long run of a deep model has many."""

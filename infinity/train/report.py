@@ -21,7 +21,7 @@ from infinity.trace import StepStats, TierUsage
 from infinity.train.history import History
 from infinity.train.settings import TrainSettings
 
-_CAUSES = {"read": "disk", "room": "memory", "optimizer": "optimizer"}
+_CAUSES = {"read": "disk", "room": "memory", "optimizer": "optimizer", "commit": "commits"}
 """What a person calls the causes of waits."""
 
 
@@ -42,6 +42,7 @@ class RunReport:
         saved: where the weights were written, or ``None``.
         settings: the command's flags.
         config: the engine's configuration.
+        commit: the last one, or ``None``.
     """
 
     num_parameters: int
@@ -56,6 +57,7 @@ class RunReport:
     saved: Path | None
     settings: TrainSettings
     config: Config
+    commit: Mapping[str, Any] | None = None
 
     def as_document(self) -> dict[str, Any]:
         """The figures as JSON holds them: bytes and seconds; losses of steps and evaluations exactly as computed."""
@@ -88,6 +90,7 @@ class RunReport:
             "stopped_by": self.stopped_by,
             "diverged_at_step": history.diverged_at,
             "saved": None if self.saved is None else str(self.saved),
+            "commit": self.commit,
             "config": self.config.model_dump(mode="json"),
             "settings": self.settings.model_dump(mode="json", by_alias=True),
             "torch": torch.__version__,
@@ -137,6 +140,9 @@ class RunReport:
                 rate = sum(each.moved_bytes for each in routes) / max(busy_seconds, 1e-9) / 1e9
                 text += f" at {rate:.2f} GB/s, busy {busy_seconds / seconds:.0%} of the time"
             table.add_row(name, text)
+        if commit_seconds := sum(step.commit_seconds for step in stats):
+            num_bytes = sum(step.commit_bytes for step in stats)
+            table.add_row("commits", f"{format_bytes(num_bytes)} written in {commit_seconds:.2f} s, beside training")
         if any(step.nvme_read_bytes or step.nvme_written_bytes for step in stats):
             overlap = statistics.median(step.overlap_share for step in stats)
             table.add_row("NVMe under compute", f"{overlap:.0%} of its busy time")

@@ -22,6 +22,7 @@ from infinity.train.live import Display
 from infinity.train.report import RunReport, peak_accelerator_bytes, peak_rss_bytes
 from infinity.train.save import check_save, save_weights
 from infinity.train.settings import TrainSettings
+from infinity.train.state import KeptState
 from infinity.train.trainer import MakeTrainer, Trainer, deterministic_kernels, make_trainer, parameter_shapes
 
 
@@ -61,7 +62,7 @@ def run(
         display = stack.enter_context(Display(console, num_steps=settings.num_steps, stop=stop))
         _say_corpus(display, corpus)
         if not settings.plain:
-            stack.enter_context(nvme_directories(config.nvme, display.say))
+            stack.enter_context(nvme_directories(config.nvme, display.say, kept=config.durability != "off"))
         stack.enter_context(deterministic_kernels(device))
         stack.enter_context(memory_errors(settings, config))
         trainer = make_trainer(settings, config, device)
@@ -71,7 +72,9 @@ def run(
         recorder = trainer.recorder
         if recorder is not None:
             recorder.keep_steps = settings.num_trace_steps
-        history = train(trainer, corpus, settings, device, display, stop)
+        state = KeptState(trainer, settings, config)
+        history = train(trainer, corpus, settings, device, display, stop, state)
+        kept = state.keep(history)
         saved = settings.save if history.diverged_at is None else None
         if saved is not None:
             size_bytes = save_weights(saved, trainer.state_dict(), parameter_shapes(settings))
@@ -89,9 +92,12 @@ def run(
             saved=saved,
             settings=settings,
             config=config,
+            commit=state.as_document(),
         )
     console.print(report.as_table())
-    if settings.save is None and history.diverged_at is None:
+    if kept is not None:
+        display.say(kept)
+    elif settings.save is None and history.diverged_at is None:
         display.say("weights were not saved: this run keeps no checkpoint (--save FILE.safetensors writes them)")
     if settings.json_file is not None:
         write_json(report.as_document(), settings.json_file)
@@ -103,21 +109,35 @@ def run(
 
 
 def train(
-    trainer: Trainer, corpus: Corpus, settings: TrainSettings, device: torch.device, display: Display, stop: StopRequest
+    trainer: Trainer,
+    corpus: Corpus,
+    settings: TrainSettings,
+    device: torch.device,
+    display: Display,
+    stop: StopRequest,
+    state: KeptState,
 ) -> History:
-    """Take all steps, or as many as ``stop`` lets begin, with evaluations before, between and after.
+    """Take all steps that are left, or as many as ``stop`` lets begin, with evaluations before, between and after.
 
     Returns:
-        The figures of the steps that were taken.
+        The figures of the steps that were taken, those of a run that was resumed included.
     """
     batch_size, seq_length = settings.batch_size, settings.seq_length
     held_out = held_out_batches(
         corpus.held_out, batch_size=batch_size, seq_length=seq_length, num_batches=settings.num_eval_batches
     )
-    batches = training_batches(corpus.train, batch_size=batch_size, seq_length=seq_length, seed=settings.seed)
+    batches = training_batches(
+        corpus.train,
+        batch_size=batch_size,
+        seq_length=seq_length,
+        seed=settings.seed,
+        num_skipped=state.step * settings.num_micro_batches,
+    )
     history = History(tokens_per_step=settings.num_micro_batches * batch_size * seq_length)
-    for step in range(settings.num_steps + 1):
-        if step > 0:
+    if resumed := state.take_up(history):
+        display.say(resumed)
+    for step in range(state.step, settings.num_steps + 1):
+        if step > state.step:
             started = time.perf_counter()
             micro_batches = [_to(device, next(batches)) for _ in range(settings.num_micro_batches)]
             for group in trainer.optimizer.param_groups:
@@ -128,7 +148,8 @@ def train(
                 history.grad_norms.append(float(trainer.grad_norm))
             if trainer.last_step is not None:
                 history.note_stats(trainer.last_step)
-        if settings.eval_every and (step % settings.eval_every == 0 or step == settings.num_steps):
+        is_due = settings.eval_every and (step % settings.eval_every == 0 or step == settings.num_steps)
+        if is_due and step not in history.eval_steps:
             loss = evaluate(trainer, [_to(device, batch) for batch in held_out], stop)
             if loss is not None:
                 history.eval_steps.append(step)
