@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from lib_checks import Check, print_checks, require_room
+from lib_training import machine
 from lib_work import end_on_sigterm
 from lib_worker import peak_rss_bytes, reset_peak_rss
 from pydantic import ByteSize, TypeAdapter
@@ -194,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     layouts = layouts_of(arguments.size // ITEM_BYTES)
     largest = max(layout.num_elements for layout in layouts) * ITEM_BYTES
     require_room(arguments.directory, disk_bytes=ON_DISK * arguments.size, memory_bytes=4 * largest + (1 << 30))
-    lines: list[str] = []
+    lines = [f"{machine()}; disk: {format_bytes(ON_DISK * arguments.size)} at most, deleted at the end"]
 
     def say(line: str) -> None:
         lines.append(line)
@@ -226,6 +227,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print_checks(checks)
     if arguments.log is not None:
+        lines += [
+            f"{'met' if each.met else 'MISSED'}: {each.name}: {each.value:g} {each.direction} {each.bar:g}"
+            for each in checks
+        ]
         arguments.log.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0 if all(check.met for check in checks) else 1
 

@@ -383,16 +383,20 @@ def test_holes_are_what_nobody_uses() -> None:
     ("precision", "states"), [("fp32", "full"), ("bf16", "full"), ("bf16", "int8"), ("fp16", "bf16")]
 )
 def test_a_runs_own_commits(precision: str, states: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-    model = GPT()
+    def untrained() -> tuple[GPT, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = GPT()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
     fields: dict[str, Any] = {"precision": precision, "optimizer_states": states, "durability": "checkpoint"}
-    config = infinity.Config(device="cpu", hbm="1MiB", ram="3MiB", nvme=tmp_path, retained_commits=2, **fields)
-    with infinity.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), config) as engine:
+    config = infinity.Config(device="cpu", hbm="1MiB", ram="3MiB", nvme=tmp_path, retained_commits=3, **fields)
+    with infinity.initialize(*untrained(), config) as engine:
         for seed in range(2):
             engine.backward(engine(*tokens(seed)))
             engine.step()
             engine.commit()
         assert call("verify", tmp_path) == 2
+        engine.save_checkpoint(tmp_path / "saved")
         weights = {name: value.clone() for name, value in engine.state_dict().items()}
         optimizer = engine.optimizer.state_dict()
     assert answer(capsys, "verify", tmp_path)["good"]
@@ -418,8 +422,19 @@ def test_a_runs_own_commits(precision: str, states: str, tmp_path: Path, capsys:
     loaded = torch.load(out / "optimizer.pt", weights_only=True)
     fresh = torch.optim.AdamW(GPT().parameters())
     fresh.load_state_dict(loaded)
+    assert call("diff", f"{tmp_path}@2", tmp_path / "saved", "--optimizer") == 0, "a checkpoint is a commit of its own"
     assert call("prune", tmp_path, "--keep", 1, "--yes") == 0
-    assert answer(capsys, "verify", tmp_path)["commits"] == [2]
+    assert answer(capsys, "verify", tmp_path)["commits"] == [3]
     assert answer(capsys, "verify", tmp_path)["good"]
+    assert answer(capsys, "verify", tmp_path / "saved")["good"]
+    with infinity.initialize(*untrained(), config.model_copy(update={"resume": "must"})) as engine:
+        assert all(flat_bits(value) == flat_bits(weights[name]) for name, value in engine.state_dict().items())
+        engine.backward(engine(*tokens(2)))
+        engine.step()
     assert call("prune", tmp_path, "--all", "--yes") == 0
+    assert answer(capsys, "verify", tmp_path / "saved")["good"]
+    assert call("prune", tmp_path / "saved", "--all", "--yes") == 0
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out"]
+    with infinity.initialize(*untrained(), config) as engine:
+        engine.load_state_dict(infinity.open_weights(out))
+        assert all(flat_bits(value) == flat_bits(weights[name]) for name, value in engine.state_dict().items())

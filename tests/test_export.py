@@ -125,7 +125,8 @@ def test_files_hold_what_the_commit_does(
             for name, file in index["weight_map"].items()
         )
     opened = infinity.open_weights(out)
-    assert set(opened) == set(found)
+    assert set(opened) == set(found) | set(TIED)
+    assert all(flat_bits(opened[alias]) == flat_bits(found[name]) for alias, name in TIED.items())
     assert all(flat_bits(opened[name]) == flat_bits(value) for name, value in found.items())
 
 

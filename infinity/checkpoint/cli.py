@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, get_args
 
+import torch
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
@@ -112,7 +113,7 @@ def export_command(
             ram_bytes=_size("--ram", ram),
         )
         say(console, f"commit {state.commit.manifest.number}: {format_bytes(exporter.plan.num_bytes)} into {out}")
-        with Moving(console, "exporting", exporter.moved_bytes) as moving:
+        with Moving(console, "exporting", exporter.moved_bytes) as moving, _one_thread():
             exporter.write(out, moving.moved)
         files = sorted(each.name for each in out.iterdir())
         say(console, f"wrote {len(files)} files: {moving}")
@@ -217,6 +218,20 @@ def _size(flag: str, text: str) -> int:
     if size <= 0:
         raise ConfigError(f"{flag}: expected a size such as 512MiB or 5GB, got {text!r}")
     return size
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Arithmetic on one thread: it is short, and threads that wait for one another lose most where others compute.
+
+    (Measured beside eight busy processes on two cores: 9.7 s for 512 MiB with two threads, 2.8 s with one.)
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

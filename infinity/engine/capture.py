@@ -164,7 +164,7 @@ class Capture:
                 "step": step,
                 "units": [unit.name for unit in self._units],
                 "parts": taken["parts"],
-                "tied": self._tied(),
+                "tied": self.tied(),
                 "buffers": taken["buffers"],
                 "persistent_buffers": list(self.persistent_buffers()),
                 "optimizer": {
@@ -274,7 +274,8 @@ class Capture:
         }
         return {**values, "params": [self._names[param] for param in group["params"]]}
 
-    def _tied(self) -> dict[str, str]:
+    def tied(self) -> dict[str, str]:
+        """Further names of parameters that have several, each with the one that counts."""
         every = self._module.named_parameters(remove_duplicate=False)
         return {name: self._names[param] for name, param in every if self._names[param] != name}
 

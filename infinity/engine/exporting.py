@@ -8,7 +8,7 @@ that of their indices (channels last), which are turned in memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -96,7 +96,7 @@ class Exporter:
         self._computing = computing
         self._dtype = _DTYPES.get(dtype)
         entries = list(self._entries())
-        self._files = plan_files(entries, max_file_bytes)
+        self._files = plan_files(entries, max_file_bytes, tied=state.snapshot.tied)
         self._optimizer = OptimizerFile(state) if with_optimizer else None
         needed_bytes = _FIXED_BYTES + _BLOCKS * _SMALLEST_BLOCK + self._held_bytes()
         if ram_bytes < needed_bytes:
@@ -197,7 +197,12 @@ class Exporter:
 
 
 def export_weights(
-    out: Path, entries: Sequence[Entry], read: Callable[[str], torch.Tensor], *, max_file_bytes: float
+    out: Path,
+    entries: Sequence[Entry],
+    read: Callable[[str], torch.Tensor],
+    *,
+    tied: Mapping[str, str],
+    max_file_bytes: float,
 ) -> None:
     """Write tensors as safetensors files, one in memory at a time.
 
@@ -205,6 +210,7 @@ def export_weights(
         out: a directory that does not exist, or is empty.
         entries: what there is.
         read: the value of each.
+        tied: further names of some.
         max_file_bytes: how many bytes of tensors there are in a file.
 
     Raises:
@@ -213,7 +219,7 @@ def export_weights(
         ModelError: the format has no word for a dtype.
         StorageError: something could not be read or written; nothing is left.
     """
-    planned = plan_files(entries, max_file_bytes)
+    planned = plan_files(entries, max_file_bytes, tied=tied)
     check_output(out, sum(file.num_bytes for file in planned))
     with output_directory(out) as directory:
         files, durable = TensorFiles(directory, planned), False

@@ -66,7 +66,12 @@ class _Safetensors(Mapping[str, torch.Tensor]):
         self._path = path
         try:
             file: Any = safe_open(path, framework="pt")
-            self._names: dict[str, None] = dict.fromkeys(file.keys())
+            keys: list[str] = file.keys()
+            self._names = {name: name for name in keys}
+            metadata: dict[str, str] = file.metadata() or {}
+            self._names |= {  # tied, as safetensors.torch.save_model keeps them
+                alias: name for alias, name in metadata.items() if name in self._names and alias not in self._names
+            }
         except (SafetensorError, OSError, ValueError) as error:
             raise StorageError(f"not a whole safetensors file: {error}", path=path) from error
         self._file = file
@@ -75,7 +80,7 @@ class _Safetensors(Mapping[str, torch.Tensor]):
         if name not in self._names:
             raise KeyError(name)
         try:
-            tensor: torch.Tensor = self._file.get_tensor(name)
+            tensor: torch.Tensor = self._file.get_tensor(self._names[name])
         except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError, TypeError) as error:
             raise StorageError(f"tensor {name} cannot be read: {error}", path=self._path) from error
         return tensor
@@ -97,9 +102,11 @@ class _Indexed(Mapping[str, torch.Tensor]):
         self._path = path
         self._file_of = _read_index(path)
         self._open: tuple[Path, Mapping[str, torch.Tensor]] | None = None
-        for file in dict.fromkeys(self._file_of.values()):
+        for file in list(dict.fromkeys(self._file_of.values())):
             if not file.is_file():
                 raise StorageError(f"a file that {path.name} names is missing", path=file)
+            if _is_safetensors(file):  # whose header may tell further names
+                self._file_of = dict.fromkeys(_Safetensors(file), file) | self._file_of
 
     def __getitem__(self, name: str) -> torch.Tensor:
         file = self._file_of[name]

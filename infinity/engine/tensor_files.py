@@ -84,8 +84,15 @@ class PlannedFile(NamedTuple):
     num_bytes: int
 
 
-def plan_files(entries: Sequence[Entry], max_file_bytes: float = math.inf) -> list[PlannedFile]:
+def plan_files(
+    entries: Sequence[Entry], max_file_bytes: float = math.inf, *, tied: Mapping[str, str] | None = None
+) -> list[PlannedFile]:
     """Divide tensors, in order, into files of at most so many bytes of them; a larger one gets a file of its own.
+
+    Args:
+        entries: the tensors.
+        max_file_bytes: how many bytes of them there are in a file.
+        tied: further names of tensors, kept in the header as ``safetensors.torch.save_model`` keeps them.
 
     Raises:
         ModelError: the format has no word for a dtype.
@@ -107,11 +114,13 @@ def plan_files(entries: Sequence[Entry], max_file_bytes: float = math.inf) -> li
         if count == 1
         else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     )
-    return [_plan_file(name, group) for name, group in zip(names, groups, strict=True)]
+    return [_plan_file(name, group, tied or {}) for name, group in zip(names, groups, strict=True)]
 
 
-def _plan_file(name: str, entries: Sequence[Entry]) -> PlannedFile:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _plan_file(name: str, entries: Sequence[Entry], tied: Mapping[str, str]) -> PlannedFile:
+    names = {entry.name for entry in entries}
+    aliases = {alias: of for alias, of in tied.items() if of in names}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **aliases}}
     offsets, end = {}, 0
     for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):  # so that all of them are aligned
         offsets[entry.name], start = end, end
