@@ -75,6 +75,7 @@ class Capture:
         self._generators = generators
         self._config = config
         self._names = {slot.param: slot.name for part in plan.parts for slot in part.slots}
+        self.tied = self._find_tied()  # now, since modules hold other parameters while a state dict is made
         self.tracked = Tracked()
 
     @property
@@ -108,6 +109,7 @@ class Capture:
         return {
             "groups": [self._group(writer, index) for index in range(len(self._optimizer.param_groups))],
             "buffers": {name: writer.write(each, f"buffer {name}") for name, each in _buffers(self._module).items()},
+            "persistent_buffers": self._persistent_buffers(),
             "scaling": writer.write(self._scaling.state(), "the loss scale"),
             "tracked": self.tracked.documents(writer, iterables=False),
         }
@@ -164,9 +166,9 @@ class Capture:
                 "step": step,
                 "units": [unit.name for unit in self._units],
                 "parts": taken["parts"],
-                "tied": self.tied(),
+                "tied": self.tied,
                 "buffers": taken["buffers"],
-                "persistent_buffers": list(self.persistent_buffers()),
+                "persistent_buffers": taken["persistent_buffers"],
                 "optimizer": {
                     "class_name": type(self._optimizer).__name__,
                     "groups": taken["groups"],
@@ -274,8 +276,7 @@ class Capture:
         }
         return {**values, "params": [self._names[param] for param in group["params"]]}
 
-    def tied(self) -> dict[str, str]:
-        """Further names of parameters that have several, each with the one that counts."""
+    def _find_tied(self) -> dict[str, str]:
         every = self._module.named_parameters(remove_duplicate=False)
         return {name: self._names[param] for name, param in every if self._names[param] != name}
 

@@ -150,7 +150,7 @@ class Checkpoints(Assembly):
         def read(name: str) -> torch.Tensor:
             return self._reader.read(params[name], full=True) if name in params else buffers[name]
 
-        export_weights(Path(path), entries, read, tied=self._capture.tied(), max_file_bytes=max_file_bytes)
+        export_weights(Path(path), entries, read, tied=self._capture.tied, max_file_bytes=max_file_bytes)
 
     @property
     def num_steps(self) -> int:

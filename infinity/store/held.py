@@ -201,6 +201,7 @@ def remove(parent: int, held: Held) -> list[str]:
     if not doomed.endswith(".partial"):
         doomed = f"{held.name}.{secrets.token_hex(8)}.partial"
         os.rename(held.name, doomed, src_dir_fd=parent, dst_dir_fd=parent)
+        os.fsync(parent)  # or a crash may leave the name and not the mark
     _remove_marks(parent, doomed, held.directory)
     return []
 

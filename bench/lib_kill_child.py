@@ -1,0 +1,161 @@
+"""The training run that ``kill_loop.py`` kills: what it does in one life, and what it writes down of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.engine.initialize import initialize
+
+KIB = 1 << 10
+WIDTH = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """How a run trains.
+
+    Attributes:
+        precision: as in ``Config``.
+        durability: after how many steps a commit is due.
+        accumulation: micro-batches of a step.
+        num_directories: NVMe paths.
+        retained: how many commits are kept.
+        backend: of I/O.
+    """
+
+    precision: str
+    durability: int
+    accumulation: int
+    num_directories: int
+    retained: int = 1
+    backend: str = "threads"
+
+
+SCENARIOS = (
+    Scenario("fp32", 1, 1, 1),
+    Scenario("bf16", 2, 2, 2),
+    Scenario("fp32", 2, 2, 3, retained=2),
+    Scenario("bf16", 1, 1, 2, backend="auto"),
+    Scenario("bf16", 1, 2, 1, retained=3),
+    Scenario("fp32", 1, 2, 2),
+)
+
+
+class Net(nn.Module):
+    """Blocks with a residual, batch norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(3))
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + self.dropout(torch.relu(norm(layer(x))))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Loader:
+    """Batches in an order drawn anew for each epoch; knows where it is, as a stateful data loader does.
+
+    Args:
+        num_batches: of an epoch.
+    """
+
+    def __init__(self, num_batches: int = 7) -> None:
+        self._num_batches = num_batches
+        self._epoch = self._position = 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while self._position < self._num_batches:
+            order = torch.randperm(self._num_batches, generator=torch.Generator().manual_seed(self._epoch))
+            generator = torch.Generator().manual_seed(1000 + int(order[self._position]))
+            self._position += 1
+            x = torch.randn(8, WIDTH, generator=generator)
+            yield x, x.sum(dim=1, keepdim=True).sin()
+        self._epoch, self._position = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._epoch, self._position = state["epoch"], state["position"]
+
+
+def config_of(scenario: Scenario, paths: list[Path], *, durable: bool) -> Config:
+    """The engine's configuration."""
+    return Config(
+        device="cpu", hbm=64 * KIB, ram=112 * KIB, nvme=tuple(paths), nvme_weights=(1.0,) * len(paths),
+        precision=scenario.precision, accumulation_steps=scenario.accumulation, retained_commits=scenario.retained,
+        io_backend=scenario.backend, io_num_threads=2, durability=scenario.durability if durable else "off",
+        resume="auto" if durable else "never",
+    )  # fmt: skip
+
+
+def live(scenario: Scenario, paths: list[Path], num_steps: int, diary: Path, *, durable: bool = True) -> None:
+    """Train until so many steps are taken, from wherever the run before was; write each loss down, and the end.
+
+    Args:
+        scenario: how.
+        paths: NVMe directories.
+        num_steps: of the whole run.
+        diary: a file to which lines are added.
+        durable: whether commits are made.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = initialize(model, optimizer, config_of(scenario, paths, durable=durable))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+    loader = Loader()
+    engine.track("scheduler", scheduler)
+    engine.track("loader", loader)
+    with diary.open("ab", buffering=0) as file, engine:
+        _write(file, {"began": engine.num_steps})
+        losses: list[float] = []
+        while engine.num_steps < num_steps:
+            for x, y in loader:
+                loss = (engine(x).float() - y).square().mean() / scenario.accumulation
+                engine.backward(loss)
+                losses.append(loss.item())
+                if len(losses) == scenario.accumulation:
+                    _write(file, {"step": engine.num_steps, "losses": [loss.hex() for loss in losses]})
+                    losses.clear()
+                    engine.step()
+                    scheduler.step()
+                    if engine.num_steps == num_steps:
+                        break
+        _write(file, {"ended": engine.num_steps, "state": _digest(engine)})
+
+
+def _digest(engine: Any) -> str:
+    """Of all weights, buffers and optimizer states."""
+    digest = hashlib.sha256()
+    state = engine.optimizer.state_dict()["state"]
+    tensors = [*engine.state_dict().items(), *((f"{i}.{k}", v) for i in state for k, v in state[i].items())]
+    for name, value in sorted(tensors, key=lambda each: each[0]):
+        digest.update(name.encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _write(file: Any, entry: dict[str, Any]) -> None:
+    file.write(json.dumps(entry).encode() + b"\n")  # one call: a kill leaves whole lines, or half of the last one
+
+
+def num_threads() -> int:
+    """Of this process."""
+    return len(list(Path("/proc/self/task").iterdir()))
