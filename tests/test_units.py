@@ -158,13 +158,20 @@ def test_every_parameter_is_in_one_unit_which_all_its_owners_trigger(model: nn.M
 
 
 def lay_out(
-    model: nn.Module, *, precision: Precision = "fp32", sub_group_bytes: int = MIB, frozen: Sequence[str] = ()
+    model: nn.Module,
+    *,
+    precision: Precision = "fp32",
+    sub_group_bytes: int = MIB,
+    largest_bytes: int = 0,
+    frozen: Sequence[str] = (),
 ) -> list[Unit]:
     stepped = {param for name, param in model.named_parameters() if name not in frozen}
     plans = plan_units(model, "auto", max_unit_bytes=64 * MIB)
     states = dict.fromkeys(stepped, ("exp_avg", "exp_avg_sq"))
     dtypes = precision_of(Config(device="cpu", precision=precision))
-    return lay_out_units(plans, stepped, dtypes, CPU, states=states, sub_group_bytes=sub_group_bytes)
+    return lay_out_units(
+        plans, stepped, dtypes, CPU, states=states, sub_group_bytes=sub_group_bytes, largest_bytes=largest_bytes
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -205,6 +212,25 @@ def test_layouts_keep_every_value(
         assert all(slot.offset % SLOT_ALIGNMENT == 0 for slot in part.slots)
         item_bytes = (part.step_dtype if part.stepped else part.compute_dtype).itemsize
         assert len(part.slots) == 1 or sum(s.num_elements for s in part.slots) * item_bytes <= sub_group_bytes
+
+
+@pytest.mark.parametrize(
+    ("largest_bytes", "sizes"),
+    [
+        (0, [128, 16384, 128, 16384, 1024, 1024]),  # none: sub_group_bytes holds as it is
+        (MIB, [128 + 16384 + 128, 16384, 1024, 1024]),  # the last ones are not small
+        (16 * (128 + 16384), [128 + 16384, 128 + 16384, 1024, 1024]),  # as far as that suffices
+    ],
+)
+def test_small_parameters_go_with_a_large_one(largest_bytes: int, sizes: list[int]) -> None:
+    model = nn.Module()
+    model.norm = nn.Parameter(torch.ones(128))
+    model.first = nn.Linear(128, 128)
+    model.second = nn.Linear(128, 128, bias=False)
+    model.others = nn.ParameterList([torch.ones(1024), torch.ones(1024)])
+    parameter_bytes = 16  # itself, its gradient, two states
+    (unit,) = lay_out(model, sub_group_bytes=128 * parameter_bytes, largest_bytes=largest_bytes)
+    assert [sum(slot.num_elements for slot in part.slots) for part in unit.parts] == sizes
 
 
 def test_strides_and_odd_shapes() -> None:

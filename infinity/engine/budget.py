@@ -234,6 +234,7 @@ def plan_for(
         device,
         states=states,
         sub_group_bytes=sub_group_bytes(config),
+        largest_bytes=config.ram // 2 if config.sub_group_bytes is None else 0,
     )
     parts = [part for unit in units for part in unit.parts]
     plan = Plan(units, parts, precision, with_masters, states_as(config.optimizer_states, parts))

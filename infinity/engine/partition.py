@@ -11,6 +11,9 @@ from infinity.engine.precision import Precision
 from infinity.engine.unit import Part, Slot, Unit
 from infinity.engine.wrap import UnitPlan
 
+_SMALL_SHARE = 32
+"""What part of a parameter those beside it take at most, to be stepped with it where it is too large for others."""
+
 
 def lay_out_units(
     plans: Sequence[UnitPlan],
@@ -20,6 +23,7 @@ def lay_out_units(
     *,
     states: Mapping[nn.Parameter, Sequence[str]],
     sub_group_bytes: int,
+    largest_bytes: int = 0,
 ) -> list[Unit]:
     """Cut each unit into parts and give every parameter its place.
 
@@ -30,6 +34,8 @@ def lay_out_units(
         device: where the gathered units live.
         states: the names of the states of its own shape that the optimizer keeps for a parameter.
         sub_group_bytes: the largest state of a part of several parameters.
+        largest_bytes: the same where all but one of them are small beside that one. Biases and norms alone would be
+            sub-groups of a few KiB, each of which takes as many transfers as a large one.
 
     Returns:
         The units, with parts numbered across them.
@@ -38,7 +44,7 @@ def lay_out_units(
     num_parts = 0
     for plan in plans:
         unit = Unit(len(units), plan.name, plan.triggers, [], device)
-        for part in _cut(plan, stepped, precision, states, sub_group_bytes):
+        for part in _cut(plan, stepped, precision, states, sub_group_bytes, largest_bytes):
             part.index, part.unit, part.position = num_parts, unit.index, len(unit.parts)
             part.lay_out()
             part.start = unit.num_bytes
@@ -54,10 +60,11 @@ def _cut(
     precision: Precision,
     states: Mapping[nn.Parameter, Sequence[str]],
     limit_bytes: int,
+    largest_bytes: int,
 ) -> list[Part]:
-    """Runs of parameters, in order, alike in dtype and in being stepped, each within the limit or of one parameter."""
+    """Runs of parameters, in order, alike in dtype and in being stepped, each within the limits or of one parameter."""
     parts: list[Part] = []
-    room = 0
+    part_bytes = param_bytes = 0  # of the last part, and of its largest parameter
     for name, param in plan.params:
         compute, step = precision.compute_dtype(param.dtype, name), precision.step_dtype(param.dtype, name)
         is_stepped = param in stepped
@@ -70,13 +77,14 @@ def _cut(
             compute,
             is_stepped,
         )
-        if not alike or size > room:
+        part_bytes, param_bytes = part_bytes + size, max(param_bytes, size)
+        fits = part_bytes <= min(largest_bytes, param_bytes + param_bytes // _SMALL_SHARE) or part_bytes <= limit_bytes
+        if not (alike and fits):
             sums = precision.sum_dtype(param.dtype, name)
             parts.append(Part(0, 0, 0, param.dtype, compute, step, sums, is_stepped, []))
-            room = limit_bytes
+            part_bytes = param_bytes = size
         parts[-1].state_names |= dict.fromkeys(names)
         parts[-1].slots.append(Slot(name, param, param.shape, _dense_stride(param), 0))
-        room -= size
     return parts
 
 
