@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from infinity.io import memory
-from infinity.io.memory import HUGE_PAGE_BYTES, PAGE_BYTES, allocate, as_bytes, round_up
+from infinity.io.memory import (
+    HUGE_PAGE_BYTES,
+    PAGE_BYTES,
+    allocate,
+    as_bytes,
+    drop_pages,
+    move_pages,
+    round_up,
+)
 
 
 def num_present(tensor: torch.Tensor) -> int:
@@ -214,3 +222,49 @@ def test_pinned_memory_is_known_to_the_device() -> None:
     del tensor
     gc.collect()
     assert allocate(HUGE_PAGE_BYTES, pin=True).is_pinned()  # also at the same address, which was given back
+
+
+@pytest.mark.parametrize("run_pages", [1, 2])
+def test_pages_move_to_other_memory_and_leave_none_behind(run_pages: int) -> None:
+    run_bytes = run_pages * HUGE_PAGE_BYTES
+    source, target = (allocate(5 * HUGE_PAGE_BYTES + size, populate=False) for size in (PAGE_BYTES, 0))
+    source.fill_(7)
+    target.fill_(3)
+    moved_bytes = move_pages(source, target, run_bytes=run_bytes)
+    assert moved_bytes == 5 // run_pages * run_bytes
+    assert (target[:moved_bytes] == 7).all()
+    assert (target[moved_bytes:] == 3).all()
+    assert num_present(source) == (source.numel() - moved_bytes) // PAGE_BYTES
+    assert (source[moved_bytes:] == 7).all()
+    assert not source[:moved_bytes].any()
+    again = allocate(3 * HUGE_PAGE_BYTES, populate=False)  # from memory that is in two pieces itself
+    assert move_pages(target[run_bytes:], again, run_bytes=run_bytes) == 3 // run_pages * run_bytes
+    assert (target[:run_bytes] == 7).all()
+    del source, target
+    gc.collect()
+    again.fill_(9)
+    assert (again == 9).all()
+
+
+def test_less_than_a_huge_page_stays() -> None:
+    source, target = allocate(HUGE_PAGE_BYTES - PAGE_BYTES), allocate(HUGE_PAGE_BYTES)
+    assert move_pages(source, target) == 0
+
+
+def test_a_system_that_cannot_move_pages_moves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = allocate(HUGE_PAGE_BYTES), allocate(HUGE_PAGE_BYTES)
+    source.fill_(7)
+    for mremap in (lambda *arguments: None, lambda *arguments: (1 << 64) - 1, None):
+        monkeypatch.setattr(memory, "_mremap", mremap)
+        assert move_pages(source, target) == 0
+    assert (source == 7).all()
+
+
+def test_dropped_pages_are_the_systems() -> None:
+    tensor = allocate(2 * HUGE_PAGE_BYTES + PAGE_BYTES)
+    tensor.fill_(7)
+    drop_pages(tensor[HUGE_PAGE_BYTES:])
+    drop_pages(tensor[:0])
+    assert num_present(tensor) == HUGE_PAGE_BYTES // PAGE_BYTES
+    assert (tensor[:HUGE_PAGE_BYTES] == 7).all()
+    assert not tensor[HUGE_PAGE_BYTES:].any()

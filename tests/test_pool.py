@@ -6,11 +6,11 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from infinity.io.memory import PAGE_BYTES, allocate
+from infinity.io.memory import HUGE_PAGE_BYTES, PAGE_BYTES, allocate
 from infinity.store.pool import BufferPool, Lease, lease_bytes
 from infinity.trace import TierUsage
 
@@ -240,6 +240,59 @@ def test_usage_is_what_every_tier_reports() -> None:
     second.release()
     lease(pool, 4)
     assert pool.usage() == TierUsage(4 * PAGE, 6 * PAGE, 8 * PAGE)  # three pages had to go
+
+
+HUGE = HUGE_PAGE_BYTES
+
+
+def huge_lease(pool: BufferPool, num_bytes: int, stamp: int) -> Lease:
+    taken = pool.acquire_nowait(num_bytes)
+    assert taken is not None
+    taken.tensor.fill_(stamp)
+    return taken
+
+
+def test_what_must_be_unmapped_gives_its_pages_to_what_is_mapped() -> None:
+    pool = BufferPool("test", 8 * HUGE, lambda size: allocate(size, populate=False), recycles=True)
+    kept = huge_lease(pool, 2 * HUGE, 1)
+    huge_lease(pool, 5 * HUGE + PAGE, 2).release()
+    new = pool.acquire_nowait(3 * HUGE)
+    assert new is not None
+    assert (new.tensor == 2).all()
+    assert pool.statistics().cached_bytes == 2 * HUGE  # the rest; its last page has no use
+    other = pool.acquire_nowait(4 * HUGE - PAGE)
+    assert other is None
+    other = pool.acquire_nowait(3 * HUGE - PAGE)  # some of its own too
+    assert other is not None
+    assert (other.tensor[: 2 * HUGE] == 2).all()
+    assert pool.statistics().cached_bytes == 0
+    other.tensor.fill_(3)
+    assert (new.tensor == 2).all()
+    assert (kept.tensor == 1).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    operations=st.lists(st.tuples(st.booleans(), st.integers(1, 6), st.integers(0, 2)), max_size=30),
+    run_pages=st.sampled_from([1, 2]),
+)
+def test_pages_that_moved_are_nobody_elses(operations: list[tuple[bool, int, int]], run_pages: int) -> None:
+    pool = BufferPool("test", 12 * HUGE, lambda size: allocate(size, populate=False), recycles=True)
+    pool._run_bytes = run_pages * HUGE
+    held: list[tuple[Lease, int]] = []
+    for stamp, (takes, num_huge, num_small) in enumerate(operations, 1):
+        if takes or not held:
+            num_bytes = num_huge * HUGE + (num_small - 1) * PAGE
+            if num_bytes <= pool.free_bytes:
+                held.append((huge_lease(pool, num_bytes, stamp), stamp))
+        else:
+            held.pop(num_huge % len(held))[0].release()
+        assert all((each.tensor.numpy() == stamp).all() for each, stamp in held)
+        free = [block.tensor for blocks in pool._free.values() for block in blocks]
+        cached_bytes = sum(tensor.numel() for tensor in free)
+        assert pool.statistics().cached_bytes == cached_bytes
+        assert cached_bytes <= pool.free_bytes
+        assert all(tensor.data_ptr() % HUGE == 0 for tensor in free if tensor.numel() >= HUGE)
 
 
 class PoolMachine(RuleBasedStateMachine):

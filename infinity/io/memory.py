@@ -8,6 +8,9 @@ To lie on a huge page's boundary, a mapping takes up to 2 MiB more of addresses,
 rest, and it is barred from huge pages, as are small mappings. Else, where the system gives huge pages to everybody
 (``always`` in ``transparent_hugepage/enabled``), a touch nearby would fill 2 MiB across the border.
 
+Memory that the system gives is cleared first, which takes as long as a copy. So pages of a tensor that is done with can
+be given to another (``move_pages``), by changing page tables.
+
 The memory lives as long as the tensor or any view of it does: ``torch.frombuffer`` keeps the map alive, and the map is
 never closed by hand, so that a view held too long is a leak and not a crash.
 """
@@ -19,6 +22,8 @@ import ctypes
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import torch
@@ -31,6 +36,7 @@ HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _MADV_NOHUGEPAGE: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap does not name it
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 
 
 def round_up(num_bytes: int, alignment: int) -> int:
@@ -81,6 +87,50 @@ def allocate(
     if pin:
         _pin(memory, tensor)
     return tensor
+
+
+def move_pages(source: torch.Tensor, target: torch.Tensor, *, run_bytes: int = HUGE_PAGE_BYTES) -> int:
+    """Give pages from the start of one tensor of ``allocate`` to the start of another, in the place of its own.
+
+    Neither may be in use. What ``source`` has given away takes no memory until it is touched, and reads as zeros then;
+    its addresses stay its own.
+
+    Args:
+        source: ``uint8``, or the rest of one from a multiple of ``run_bytes`` on.
+        target: likewise.
+        run_bytes: how much at a time, a multiple of ``HUGE_PAGE_BYTES``, and the same in all calls for one tensor: the
+            system keeps a record for each run.
+
+    Returns:
+        How many bytes ``target`` now has from ``source``; 0 where the system cannot do it (Linux before 5.7).
+    """
+    moved_bytes, num_bytes = 0, min(source.numel(), target.numel())
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    while _mremap is not None and moved_bytes + run_bytes <= num_bytes:
+        old, new = source.data_ptr() + moved_bytes, target.data_ptr() + moved_bytes
+        if _mremap(old, run_bytes, run_bytes, flags, new) != new:
+            break
+        moved_bytes += run_bytes
+    return moved_bytes
+
+
+def drop_pages(tensor: torch.Tensor) -> None:
+    """Give the pages of a tensor of ``allocate``, or of a part of it, back to the system; the addresses stay."""
+    if _madvise is not None and tensor.numel():
+        _madvise(tensor.data_ptr(), tensor.numel(), mmap.MADV_DONTNEED)
+
+
+def _libc(name: str, result: type, *arguments: type) -> Callable[..., int] | None:
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function.restype, function.argtypes = result, arguments
+    return cast("Callable[..., int] | None", function)
+
+
+_mremap = _libc(
+    "mremap", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+)
+_madvise = _libc("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _pin(memory: mmap.mmap, tensor: torch.Tensor) -> None:

@@ -47,7 +47,11 @@ class HostTier:
     ) -> None:
         # Pages come at the first touch, on the thread that touches: mapping must not block the loop.
         self.pool = BufferPool(
-            "ram", budget_bytes, lambda size: allocate(size, pin=pin, populate=pin, placement=placement), poison=poison
+            "ram",
+            budget_bytes,
+            lambda size: allocate(size, pin=pin, populate=pin, placement=placement),
+            poison=poison,
+            recycles=not pin,
         )
         self.residency: Residency[ShardKey] = Residency(
             self.pool, distance=distance, fill=fill, spill=spill, room=on_room

@@ -15,6 +15,9 @@ Why no deadlock
 Rejected: one arena with a first-fit allocator (loses 10-20% of the budget to fragmentation, or needs evictions that no
 use order asks for); fixed slots (a 1 MB shard pins a 200 MB slot).
 
+Where nothing free has the size that is asked for, as a rule when a full pool trades shards of one size for those of
+another, what must be unmapped for it gives its pages to the new block. Pages of the system's would have to be cleared.
+
 A block may carry an *event*: work on an accelerator's stream that still reads it. The event travels with the block to
 its next lease, whose filler makes its own stream wait for it; a host thread waits only where the block is unmapped.
 
@@ -31,11 +34,15 @@ from typing import Protocol
 
 import torch
 
-from infinity.io.memory import PAGE_BYTES, round_up
+from infinity.io.memory import HUGE_PAGE_BYTES, PAGE_BYTES, drop_pages, move_pages, round_up
 from infinity.trace import TierUsage
 
 _POISON = 0xFF
 """Every float format reads this byte pattern as NaN, but for the ``fnuz`` variants of float8."""
+
+_MAX_RUNS = 4096
+"""In how many pieces at most the pages of a pool may come to lie: the system keeps a record of each, and no process may
+have more than 65530 of these."""
 
 
 def lease_bytes(num_bytes: int) -> int:
@@ -120,15 +127,24 @@ class BufferPool:
         budget_bytes: the bound on leased and cached bytes together.
         allocate: maps memory: number of bytes (a multiple of a page) to a ``uint8`` tensor.
         poison: fill returned memory with NaN.
+        recycles: blocks are host memory of ``io.memory.allocate``, not pinned, so that their pages can be moved.
     """
 
     def __init__(
-        self, name: str, budget_bytes: int, allocate: Callable[[int], torch.Tensor], *, poison: bool = False
+        self,
+        name: str,
+        budget_bytes: int,
+        allocate: Callable[[int], torch.Tensor],
+        *,
+        poison: bool = False,
+        recycles: bool = False,
     ) -> None:
         self.name = name
         self.budget_bytes = budget_bytes
         self._allocate = allocate
         self._poison = poison
+        self._recycles = recycles
+        self._run_bytes = round_up(max(budget_bytes // _MAX_RUNS, 1), HUGE_PAGE_BYTES)
         self._free: OrderedDict[int, list[Block]] = OrderedDict()  # by size, least recently used size first
         self._leased_bytes = 0
         self._cached_bytes = 0
@@ -155,9 +171,7 @@ class BufferPool:
             if size in self._free:
                 self._free.move_to_end(size)
         else:
-            self._trim(self.budget_bytes - self._leased_bytes - size)
-            block = Block(self._allocate(size))
-            self._num_maps += 1
+            block = self._map(size)
         self._leased_bytes += size
         self._num_leases += 1
         self._peak_bytes = max(self._peak_bytes, self._leased_bytes + self._cached_bytes)
@@ -203,14 +217,38 @@ class BufferPool:
         self._cached_bytes -= size
         return block
 
-    def _trim(self, keep_bytes: int) -> None:
-        """Unmap free blocks, least recently used sizes first, until at most ``keep_bytes`` are cached."""
+    def _map(self, size: int) -> Block:
+        """A new block, of pages of those that have to be unmapped for it as far as they serve."""
+        keep_bytes = self.budget_bytes - self._leased_bytes - size
+        spare = self._trim(keep_bytes)
+        tensor = self._allocate(size)
+        self._num_maps += 1
+        filled_bytes = 0
+        for block in spare if self._recycles else ():
+            moved_bytes = move_pages(block.tensor, tensor[filled_bytes:], run_bytes=self._run_bytes)
+            filled_bytes += moved_bytes
+            self._keep(block.tensor[moved_bytes:], keep_bytes - self._cached_bytes)
+        return Block(tensor)
+
+    def _keep(self, rest: torch.Tensor, most_bytes: int) -> None:
+        """Have the rest of an unmapped block, up to so many bytes of it, be the first to give its pages to another."""
+        size = min(rest.numel(), most_bytes) // self._run_bytes * self._run_bytes
+        if size:
+            drop_pages(rest[size:])
+            self._free.setdefault(size, []).append(Block(rest[:size]))
+            self._free.move_to_end(size, last=False)
+            self._cached_bytes += size
+
+    def _trim(self, keep_bytes: int) -> list[Block]:
+        """Take out free blocks, least recently used sizes first, until at most ``keep_bytes`` are cached."""
+        spare = []
         while self._cached_bytes > keep_bytes:
-            size = next(iter(self._free))
-            block = self._reuse(size)
+            block = self._reuse(next(iter(self._free)))
             assert block is not None
             if block.after is not None:
                 block.after.synchronize()
+            spare.append(block)
+        return spare
 
     @staticmethod
     def _fill_with_nan(block: Block) -> None:
