@@ -176,8 +176,8 @@ class Config(BaseModel):
     sub_group_bytes: Bytes | None = None
     """Largest state (parameters, master weights, gradients, optimizer states) that one optimizer sub-group may hold;
     a larger single parameter makes its own. ``None``: a sixteenth of ``ram`` within 32 and 256 MiB, but at most a
-    quarter: what is being stepped, read and written takes memory from what could stay. Biases and norms go with a
-    larger parameter beside them where half of ``ram`` holds that."""
+    quarter: what is being stepped, read and written takes memory from what could stay. Or as much as the largest
+    parameter with the biases and norms beside it, where half of ``ram`` holds that."""
 
     overlap: bool = True
     """Step sub-groups beside training: ``step()`` returns at once, and the next forward waits for each unit. Off, or

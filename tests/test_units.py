@@ -218,11 +218,13 @@ def test_layouts_keep_every_value(
     ("largest_bytes", "sizes"),
     [
         (0, [128, 16384, 128, 16384, 1024, 1024]),  # none: sub_group_bytes holds as it is
-        (MIB, [128 + 16384 + 128, 16384, 1024, 1024]),  # the last ones are not small
-        (16 * (128 + 16384), [128 + 16384, 128 + 16384, 1024, 1024]),  # as far as that suffices
+        (MIB, [128 + 16384 + 128, 16384, 1024 + 1024]),
+        (16 * (128 + 16384), [128 + 16384, 128 + 16384, 1024 + 1024]),  # as far as that suffices
     ],
 )
-def test_small_parameters_go_with_a_large_one(largest_bytes: int, sizes: list[int]) -> None:
+def test_sub_groups_may_be_as_large_as_the_largest_parameter_with_what_is_beside_it(
+    largest_bytes: int, sizes: list[int]
+) -> None:
     model = nn.Module()
     model.norm = nn.Parameter(torch.ones(128))
     model.first = nn.Linear(128, 128)

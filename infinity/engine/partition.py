@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,8 +12,8 @@ from infinity.engine.precision import Precision
 from infinity.engine.unit import Part, Slot, Unit
 from infinity.engine.wrap import UnitPlan
 
-_SMALL_SHARE = 32
-"""What part of a parameter those beside it take at most, to be stepped with it where it is too large for others."""
+_BESIDE = 33 / 32
+"""The largest parameter, and the biases and norms beside it."""
 
 
 def lay_out_units(
@@ -34,17 +35,20 @@ def lay_out_units(
         device: where the gathered units live.
         states: the names of the states of its own shape that the optimizer keeps for a parameter.
         sub_group_bytes: the largest state of a part of several parameters.
-        largest_bytes: the same where all but one of them are small beside that one. Biases and norms alone would be
-            sub-groups of a few KiB, each of which takes as many transfers as a large one.
+        largest_bytes: up to which that may be as much as the largest parameter's: a step has to have memory for that
+            one anyway, and each part takes as many transfers and calls of the optimizer, however small it is.
 
     Returns:
         The units, with parts numbered across them.
     """
     units: list[Unit] = []
     num_parts = 0
+    size_of = functools.partial(_state_bytes, stepped=stepped, precision=precision, states=states)
+    largest = max((size_of(name, param) for plan in plans for name, param in plan.params), default=0)
+    limit_bytes = max(sub_group_bytes, min(int(largest * _BESIDE), largest_bytes))
     for plan in plans:
         unit = Unit(len(units), plan.name, plan.triggers, [], device)
-        for part in _cut(plan, stepped, precision, states, sub_group_bytes, largest_bytes):
+        for part in _cut(plan, stepped, precision, states, size_of, limit_bytes):
             part.index, part.unit, part.position = num_parts, unit.index, len(unit.parts)
             part.lay_out()
             part.start = unit.num_bytes
@@ -59,33 +63,44 @@ def _cut(
     stepped: set[nn.Parameter],
     precision: Precision,
     states: Mapping[nn.Parameter, Sequence[str]],
+    size_of: Callable[[str, nn.Parameter], int],
     limit_bytes: int,
-    largest_bytes: int,
 ) -> list[Part]:
-    """Runs of parameters, in order, alike in dtype and in being stepped, each within the limits or of one parameter."""
+    """Runs of parameters, in order, alike in dtype and in being stepped, each within the limit or of one parameter."""
     parts: list[Part] = []
-    part_bytes = param_bytes = 0  # of the last part, and of its largest parameter
+    room = 0
     for name, param in plan.params:
         compute, step = precision.compute_dtype(param.dtype, name), precision.step_dtype(param.dtype, name)
         is_stepped = param in stepped
-        names = states.get(param, ())
-        num_step_copies = len(names) + 1 + (step != compute) if is_stepped else 0
-        size = param.numel() * (compute.itemsize + step.itemsize * num_step_copies)
+        size = size_of(name, param)
         last = parts[-1] if parts else None
         alike = last is not None and (last.dtype, last.compute_dtype, last.stepped) == (
             param.dtype,
             compute,
             is_stepped,
         )
-        part_bytes, param_bytes = part_bytes + size, max(param_bytes, size)
-        fits = part_bytes <= min(largest_bytes, param_bytes + param_bytes // _SMALL_SHARE) or part_bytes <= limit_bytes
-        if not (alike and fits):
+        if not alike or size > room:
             sums = precision.sum_dtype(param.dtype, name)
             parts.append(Part(0, 0, 0, param.dtype, compute, step, sums, is_stepped, []))
-            part_bytes = param_bytes = size
-        parts[-1].state_names |= dict.fromkeys(names)
+            room = limit_bytes
+        parts[-1].state_names |= dict.fromkeys(states.get(param, ()))
         parts[-1].slots.append(Slot(name, param, param.shape, _dense_stride(param), 0))
+        room -= size
     return parts
+
+
+def _state_bytes(
+    name: str,
+    param: nn.Parameter,
+    *,
+    stepped: set[nn.Parameter],
+    precision: Precision,
+    states: Mapping[nn.Parameter, Sequence[str]],
+) -> int:
+    """All state of a parameter."""
+    compute, step = precision.compute_dtype(param.dtype, name), precision.step_dtype(param.dtype, name)
+    num_step_copies = len(states.get(param, ())) + 1 + (step != compute) if param in stepped else 0
+    return param.numel() * (compute.itemsize + step.itemsize * num_step_copies)
 
 
 def _dense_stride(param: nn.Parameter) -> tuple[int, ...]:
