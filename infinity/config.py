@@ -259,6 +259,13 @@ class Config(BaseModel):
             raise ValueError("commits are kept on nvme: give directories there, or durability='off'")
         return durability
 
+    @field_validator("resume")
+    @classmethod
+    def _resume_what(cls, resume: str, info: ValidationInfo) -> str:
+        if resume != "never" and info.data.get("durability", "") == "off":
+            raise ValueError(f"{resume!r} needs a state that is kept: set durability='checkpoint' or a number of steps")
+        return resume
+
     @field_validator("on_nonfinite")
     @classmethod
     def _rollback_to_what(cls, what: str, info: ValidationInfo) -> str:

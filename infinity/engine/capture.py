@@ -109,7 +109,7 @@ class Capture:
         return {
             "groups": [self._group(writer, index) for index in range(len(self._optimizer.param_groups))],
             "buffers": {name: writer.write(each, f"buffer {name}") for name, each in _buffers(self._module).items()},
-            "persistent_buffers": self._persistent_buffers(),
+            "persistent_buffers": list(self.persistent_buffers()),
             "scaling": writer.write(self._scaling.state(), "the loss scale"),
             "tracked": self.tracked.documents(writer, iterables=False),
         }

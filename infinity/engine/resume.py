@@ -35,6 +35,7 @@ async def open_for(config: Config) -> OpenState | None:
                 "another directory; give that one, or begin anew by resume='auto'",
                 path=state.files.path,
             )
+        await call_in_thread(state.tidy)
     except BaseException:
         state.close()
         raise

@@ -44,7 +44,7 @@ from infinity.store.manifest import (
 from infinity.store.nvme import NvmeTier
 from infinity.store.shard import ShardKey
 from infinity.store.state import OpenState
-from infinity.store.versions import Held
+from infinity.store.versions import Held, read_through
 from infinity.store.volumes import Volume
 
 
@@ -139,6 +139,7 @@ class Commits:
                 stands.
         """
         with self._nvme.in_flight:
+            await self._settle_doubts(held)
             commit, interrupt = await self._write(held, dtypes, engine, tensors)
             for version in held.values():
                 version.generation = commit.manifest.number if version.generation is None else version.generation
@@ -149,6 +150,32 @@ class Commits:
         if interrupt is not None:
             raise interrupt
         return commit
+
+    async def _settle_doubts(self, held: Held) -> None:
+        """Before older commits go that may be whole: read what the new one has of another process and nobody has read.
+
+        Raises:
+            StorageError: it is damaged, or could not be read; the older commits stay.
+        """
+        try:
+            for commit in self._commits[: len(self._commits) + 1 - self._num_retained]:
+                for key, version in held.items():
+                    if version.doubtful and commit.held.get(key) is not version:
+                        await read_through(key, version)
+        except BaseException:
+            self._nvme.versions.let_go(held)
+            raise
+
+    async def check(self, commit: Commit) -> None:
+        """Read what a commit has of another process and nobody has read yet.
+
+        Raises:
+            StorageError: it is damaged, or could not be read.
+        """
+        with self._nvme.in_flight:
+            for key, version in commit.held.items():
+                if version.doubtful:
+                    await read_through(key, version)
 
     async def drop_after(self, commit: Commit) -> None:
         """Remove the commits that came after one, which is thus the last.

@@ -39,7 +39,8 @@ __all__ = [
 LOCK = "lock"
 PROBE_NAME = re.compile(r"\.infinity-probe-[0-9a-f]{16}")
 _DATA = re.compile(
-    rf"shards(-[0-9a-f]{{16}})?\.bin|commit-\d{{10,15}}\.(json|safetensors)(\.partial)?|{PROBE_NAME.pattern}"
+    r"shards(-[0-9a-f]{16})?\.bin|(commit-\d{10,15}\.(json|safetensors)|state-[0-9a-f]{32}\.json)(\.partial)?|"
+    + PROBE_NAME.pattern
 )
 MAX_ATTEMPTS = 64
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

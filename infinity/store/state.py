@@ -1,8 +1,9 @@
 """``OpenState``: the state directories of a run, and the commits that are in them.
 
-``open_state`` takes the directories over, finds the commits of which every record is whole, and removes what no commit
-has: files that a crash left half written, data files that no commit names. Which of the commits are used is then the
-caller's decision (``Commits``, ``NvmeTier``); a state directory without any is as good as new.
+``open_state`` takes the directories over and finds the commits of which every record is whole; it changes nothing. Once
+the caller has decided to start there, ``tidy`` removes what no commit has: files that a crash left half written, data
+files that no commit names. Only a directory that was never part of a commit is as good as new: before the first record
+of a run appears, each of its other directories gets a mark that it belongs to this state.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from infinity.errors import ManifestError, StorageError
 from infinity.store.directory import StateDirectory, open_state_directories
@@ -21,6 +21,7 @@ from infinity.store.held import PROBE_NAME
 from infinity.store.manifest import (
     COMMIT_NAME,
     DATA_NAME,
+    MARK_NAME,
     Manifest,
     StoredExtent,
     decode,
@@ -43,7 +44,6 @@ class OpenState:
         state: names the run's state.
         manifests: the commits, oldest first.
         places: where each data file is that they name: the index of its directory.
-        faults: what is wrong with records that were found and are not in ``manifests``.
     """
 
     directories: list[StateDirectory]
@@ -52,7 +52,6 @@ class OpenState:
     state: str
     manifests: list[Manifest]
     places: dict[str, int]
-    faults: list[ManifestError] = field(default_factory=list)
     _is_durable: bool = False
 
     def active_file(self, index: int) -> str | None:
@@ -66,6 +65,17 @@ class OpenState:
                     sizes[name] = status.st_size
         return max(sizes, key=lambda name: (sizes[name], name), default=None)
 
+    def tidy(self) -> None:
+        """The run starts here: remove what no commit has. Synchronous.
+
+        Raises:
+            StorageError: the system reported an error.
+        """
+        if not self.manifests:
+            for directory in self.directories:  # a run ended before its first commit
+                directory.is_kept = False
+        _remove_orphans(self.every, self.files, self.manifests, self.places)
+
     def keep(self) -> None:
         """There is a commit: the directories stay when the run ends."""
         for directory in self.directories:
@@ -76,13 +86,15 @@ class OpenState:
         self._is_durable = False
 
     def make_durable(self) -> None:
-        """See to it that the data files are found after a crash; they are all made by now.
+        """See to it that data files and marks are found after a crash; the data files are all made by now.
 
         Raises:
             StorageError: the system reported an error.
         """
         if not self._is_durable:
             for files in self.every:
+                if files is not self.files:
+                    files.write(_mark_name(self.state), b"{}\n")
                 files.sync()
             self._is_durable = True
 
@@ -121,7 +133,7 @@ def open_state(
 
     Raises:
         DirectoryError: as for ``open_directories``.
-        ManifestError: the directories hold commits, and none of them is whole; or those of different states.
+        ManifestError: a commit is damaged; or the directories hold those of different states, or a part of one.
         StorageError: the system reported an error, or a data file that a commit names is missing or too short.
     """
     directories = open_state_directories(paths, rank=rank)
@@ -135,23 +147,38 @@ def open_state(
                 f"{homes[0].path} has commits too, of another run: give the directories of one run", path=homes[1].path
             )
         home = homes[0] if homes else every[0]
-        if not homes:
-            for directory in directories:  # a run ended before its first commit
-                directory.is_kept = False
         manifests, faults = _read_commits(home)
-        if faults and not manifests:
+        if faults:
             raise ManifestError(
-                f"none of {len(faults)} commits can be used; the newest: {faults[-1]}. Restore another checkpoint, or "
-                "remove the directory to begin anew",
-                path=home.path,
+                f"a commit is damaged: {faults[-1]}. Restore a checkpoint; or go on from the commit before "
+                f"({manifests[-1].number if manifests else 'there is none'}) once the damaged one is removed: "
+                f"python -m infinity.checkpoint prune --commit NUMBER {home.path}",
+                path=faults[-1].path,
             ) from faults[-1]
         if len({manifest.state for manifest in manifests}) > 1:
             raise ManifestError("expected commits of one state, got those of several", path=home.path)
+        _check_marks(every, manifests)
         places = _find_data(every, manifests)
-        _remove_orphans(every, home, manifests, places, faults)
         state = manifests[-1].state if manifests else secrets.token_hex(16)
         stack.pop_all()
-        return OpenState(directories, every, home, state, manifests, places, faults)
+        return OpenState(directories, every, home, state, manifests, places)
+
+
+def _mark_name(state: str) -> str:
+    return f"state-{state}.json"
+
+
+def _check_marks(every: Sequence[DirectoryFiles], manifests: Sequence[Manifest]) -> None:
+    """Refuse directories that have data of other states than the commits are of."""
+    expected = {_mark_name(manifest.state) for manifest in manifests}
+    for files in every:
+        foreign = [name for name in files.names() if MARK_NAME.fullmatch(name) and name not in expected]
+        if foreign:
+            raise ManifestError(
+                "this directory has data of a run whose commits are in another directory; give all NVMe directories "
+                f"that the run had, or remove {files.path} if the run is not needed any more",
+                path=files.path,
+            )
 
 
 def _is_record(name: str) -> bool:
@@ -229,19 +256,14 @@ def _extents(manifest: Manifest, name: str) -> list[StoredExtent]:
 
 
 def _remove_orphans(
-    every: Sequence[DirectoryFiles],
-    home: DirectoryFiles,
-    manifests: Sequence[Manifest],
-    places: dict[str, int],
-    faults: Sequence[ManifestError],
+    every: Sequence[DirectoryFiles], home: DirectoryFiles, manifests: Sequence[Manifest], places: dict[str, int]
 ) -> None:
-    """Remove what no commit has; damaged records stay to be seen.
+    """Remove what no commit has.
 
     That is: data files that no commit names, records of commits that never were, probes of ``open_backend``.
     """
     kept = {manifest_name(manifest.number) for manifest in manifests}
     kept |= {tensors_name(manifest.number) for manifest in manifests if manifest.tensors is not None}
-    kept |= {Path(fault.path).with_suffix(suffix).name for fault in faults for suffix in (".json", ".safetensors")}
     for index, files in enumerate(every):
         doomed = [
             name
@@ -249,6 +271,7 @@ def _remove_orphans(
             if (DATA_NAME.fullmatch(name) and places.get(name) != index)
             or (COMMIT_NAME.fullmatch(name) and (files is not home or name not in kept))
             or PROBE_NAME.fullmatch(name)
+            or (name.endswith(".partial") and MARK_NAME.fullmatch(name.removesuffix(".partial")))
         ]
         for name in doomed:
             files.unlink(name)

@@ -10,14 +10,21 @@ Everything belongs to the event loop of the tier, which orders transfers (``nvme
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 
+import xxhash
+
 from infinity.errors import BudgetError, EngineStateError, MismatchError
-from infinity.io.backend import Transfer
+from infinity.io.backend import Priority, Transfer
+from infinity.io.completion import call_in_thread
+from infinity.io.memory import allocate, as_bytes
 from infinity.store.manifest import Manifest, checksum
 from infinity.store.shard import Extent, ShardKey
 from infinity.store.volumes import Volume, Volumes
 from infinity.trace import TierUsage
+
+_BLOCK_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -239,6 +246,27 @@ class Versions:
     def _count(self, num_bytes: int) -> None:
         self._used_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+
+
+async def read_through(key: ShardKey, version: Version) -> None:
+    """Read the bytes of a version that is held, for their checksums only: it is doubtful no more.
+
+    Raises:
+        MismatchError: they are not those that were written.
+        StorageError: they could not be read.
+    """
+    assert version.checksums is not None
+    memory = as_bytes(allocate(min(_BLOCK_BYTES, version.num_bytes)))
+    found = []
+    for volume, extent in version.places():
+        digest = xxhash.xxh3_64()
+        for done in range(0, extent.num_bytes, len(memory)):
+            piece = memory[: min(len(memory), extent.num_bytes - done)]
+            await volume.backend.read_into(volume.file, extent.offset + done, piece, priority=Priority.BACKGROUND)
+            await call_in_thread(functools.partial(digest.update, piece))
+        found.append(digest.hexdigest())
+    version.check(key, found)
+    version.doubtful = False
 
 
 def under_way(key: ShardKey, action: str) -> EngineStateError:
