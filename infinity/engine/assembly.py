@@ -59,11 +59,12 @@ from infinity.store.store import TieredStore
 from infinity.trace import OPTIMIZER, Recorder, ShardSpans, StepStats
 
 
-def check_forward(gathered: Gathered, steps: OptimizerSteps, durability: Durability) -> None:
+def check_forward(gathered: Gathered, steps: OptimizerSteps, durability: Durability | None = None) -> None:
     """Raise where no forward may begin. No method of the engine: the model's hooks must not keep that alive."""
     gathered.check()
     steps.check()
-    durability.proceed()
+    if durability is not None and torch.is_grad_enabled():  # evaluation belongs to the step before it
+        durability.proceed()
 
 
 class Assembly(ABC):
@@ -126,7 +127,7 @@ class Assembly(ABC):
                 Generators(device),
                 config,
             )
-            self._durability = self._build_durability()
+            self._durability = self._resources.durability = self._build_durability()
             self._take_over(optimizer, device)
             self._build_accumulation(device)
             self._resources.handles.append(Recomputation(list(recomputed.values())))

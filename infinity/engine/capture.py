@@ -2,17 +2,19 @@
 
 It is taken in three moments, because a run that goes on must not wait for its commit:
 
-* ``at_step``: when a step returns, on the training thread: random generators, and positions in data.
-* ``at_next_use``: before the engine is used again, on the training thread: hyper-parameters, schedulers, buffers.
+* ``at_step``: when a step returns, on the training thread: random generators, buffers, and positions in data.
+* ``at_next_use``: before the next training forward, on the training thread: hyper-parameters, schedulers.
 * ``of_states``: once all sub-groups are stepped, on the loop: which shards there are, and small optimizer states.
 """
 
 from __future__ import annotations
 
+import copy
 import platform
 import random
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -32,6 +34,27 @@ from infinity.engine.unit import MASTER, PARAM, Unit, state_kind
 from infinity.errors import ModelError
 from infinity.store.shard import ShardKey
 from infinity.store.store import TieredStore
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a commit has beside shards, as values.
+
+    Attributes:
+        groups: of the optimizer, without their parameters.
+        buffers: by name.
+        scaling: the loss scaler's state.
+        tracked: the states of what is tracked, by name.
+        random: the states of generators.
+        small: states of the optimizer that are no shards, by parameter.
+    """
+
+    groups: list[dict[str, Any]]
+    buffers: dict[str, torch.Tensor]
+    scaling: dict[str, Any]
+    tracked: dict[str, Any]
+    random: dict[str, Any]
+    small: dict[str, dict[str, Any]]
 
 
 class Capture:
@@ -76,6 +99,7 @@ class Capture:
         self._config = config
         self._names = {slot.param: slot.name for part in plan.parts for slot in part.slots}
         self.tied = self._find_tied()  # now, since modules hold other parameters while a state dict is made
+        self._groups: list[dict[str, Any]] | None = None  # those of a commit, until the first step after it
         self.tracked = Tracked()
 
     @property
@@ -85,7 +109,7 @@ class Capture:
         return optimizer
 
     def at_step(self, writer: Writer) -> dict[str, Any]:
-        """Random generators, and positions in data.
+        """Random generators, buffers, and positions in data.
 
         Raises:
             ModelError: a tracked object has something in its state that cannot be kept.
@@ -95,23 +119,24 @@ class Capture:
             "numpy": np.random.get_state(legacy=True),
             "torch": self._generators.states(),
         }
+        self._groups = None
         return {
             "random": {name: writer.write(each, f"random state {name}") for name, each in state.items()},
-            "tracked": self.tracked.documents(writer, iterables=True),
+            "buffers": {name: writer.write(each, f"buffer {name}") for name, each in _buffers(self._module).items()},
+            "persistent_buffers": list(self.persistent_buffers()),
+            "tracked": self.tracked.documents(writer, data=True),
         }
 
     def at_next_use(self, writer: Writer) -> dict[str, Any]:
-        """Hyper-parameters, the loss scale, buffers, and whatever else is tracked.
+        """Hyper-parameters, the loss scale, and whatever else is tracked.
 
         Raises:
             ModelError: one has something that cannot be kept.
         """
         return {
             "groups": [self._group(writer, index) for index in range(len(self._optimizer.param_groups))],
-            "buffers": {name: writer.write(each, f"buffer {name}") for name, each in _buffers(self._module).items()},
-            "persistent_buffers": list(self.persistent_buffers()),
             "scaling": writer.write(self._scaling.state(), "the loss scale"),
-            "tracked": self.tracked.documents(writer, iterables=False),
+            "tracked": self.tracked.documents(writer, data=False),
         }
 
     def of_states(self, writer: Writer) -> dict[str, Any]:
@@ -182,8 +207,8 @@ class Capture:
             }
         )
 
-    def check(self, snapshot: Snapshot) -> None:
-        """Refuse the snapshot of another model or optimizer.
+    def check(self, snapshot: Snapshot, taken: Taken) -> None:
+        """Refuse the snapshot of another model or optimizer; ``taken`` is what ``read`` returned.
 
         Raises:
             ModelError: it says what differs first.
@@ -209,6 +234,17 @@ class Capture:
                 f"parameters, and this run of {[len(names) for names in groups]}, or of others; build the optimizer "
                 "with the groups that it had"
             )
+        self._check_buffers({name: taken.buffers[name] for name in snapshot.persistent_buffers})
+
+    def _check_buffers(self, found: Mapping[str, torch.Tensor]) -> None:
+        ours = {name: list(buffer.shape) for name, buffer in self.persistent_buffers().items()}
+        theirs = {name: list(buffer.shape) for name, buffer in found.items()}
+        for name in [*ours, *theirs]:
+            if ours.get(name) != theirs.get(name):
+                raise ModelError(
+                    f"the commit is of another model: buffer {name} has shape {theirs.get(name, 'none')} there, and "
+                    f"{ours.get(name, 'none')} here; build the model as it was, or give another NVMe directory"
+                )
 
     def has_layout_of(self, snapshot: Snapshot) -> bool:
         """Whether shards of a commit are cut and stored like this engine's, so that they can serve as they are."""
@@ -220,7 +256,26 @@ class Capture:
         )
         return alike and same_layout(snapshot, self._units, self.layouts())
 
-    def restore_states(self, snapshot: Snapshot, reader: Reader) -> None:
+    def read(self, snapshot: Snapshot, reader: Reader) -> Taken:
+        """What a snapshot has, as values.
+
+        Raises:
+            ModelError: it cannot be read.
+        """
+
+        def read(documents: Mapping[str, Any], what: str) -> dict[str, Any]:
+            return {name: reader.read(each, f"{what} {name}") for name, each in documents.items()}
+
+        return Taken(
+            [read({n: d for n, d in group.items() if n != "params"}, "group") for group in snapshot.optimizer.groups],
+            read(snapshot.buffers, "buffer"),
+            read(snapshot.scaling, "loss scale"),
+            read(snapshot.tracked, "tracked"),
+            read(snapshot.random, "random state"),
+            read(snapshot.optimizer.small, "the optimizer's state of"),
+        )
+
+    def restore_states(self, snapshot: Snapshot, taken: Taken) -> None:
         """Give the stepper what it knew, for shards that are the commit's own."""
         states = {}
         for part, layout in zip(self._parts, snapshot.parts, strict=True):
@@ -228,35 +283,33 @@ class Capture:
             for name, each in layout.states.items():
                 state.shards[name] = (torch_dtype(each.dtype), set(each.slots))
             for position, slot in enumerate(part.slots):
-                if slot.name in snapshot.optimizer.small:
-                    document = snapshot.optimizer.small[slot.name]
-                    state.small[position] = reader.read(document, f"the optimizer's state of {slot.name}")
+                if slot.name in taken.small:
+                    state.small[position] = taken.small[slot.name]
             states[part.index] = state
         self._stepper.adopt(states)
 
-    def restore(self, snapshot: Snapshot, reader: Reader) -> None:
+    def restore(self, taken: Taken) -> None:
         """Give back all but what the stepper knows and the random generators; ``check`` has been called."""
-        for index, (group, saved) in enumerate(
-            zip(self._optimizer.param_groups, snapshot.optimizer.groups, strict=True)
-        ):
-            values = {name: reader.read(each, f"optimizer group {index}") for name, each in saved.items()}
-            group.update({name: value for name, value in values.items() if name != "params"})
+        self._groups = taken.groups
+        self.restore_groups()
         buffers = _buffers(self._module)
-        for name, document in snapshot.buffers.items():
-            value = reader.read(document, f"buffer {name}")
-            if name not in buffers or buffers[name].shape != value.shape:
-                raise ModelError(f"the commit is of another model: it has a buffer {name} of {tuple(value.shape)}")
-            with torch.no_grad():
-                buffers[name].copy_(value)
-        self._scaling.load_state(reader.read(snapshot.scaling, "the loss scale"))
-        self.tracked.load(snapshot.tracked, reader)
+        with torch.no_grad():
+            for name, value in taken.buffers.items():
+                if name in buffers and buffers[name].shape == value.shape:  # others are not persistent
+                    buffers[name].copy_(value)
+        self._scaling.load_state(taken.scaling)
+        self.tracked.load(taken.tracked)
 
-    def restore_random(self, snapshot: Snapshot, reader: Reader) -> None:
+    def restore_groups(self) -> None:
+        """Give hyper-parameters back again, if no step was taken since: a scheduler sets them when it is made."""
+        for group, values in zip(self._optimizer.param_groups, self._groups or (), strict=False):
+            group.update(copy.deepcopy(values))
+
+    def restore_random(self, taken: Taken) -> None:
         """Set the random generators."""
-        saved = {name: reader.read(each, f"random state {name}") for name, each in snapshot.random.items()}
-        random.setstate(saved["python"])
-        np.random.set_state(saved["numpy"])
-        self._generators.restore(saved["torch"])
+        random.setstate(taken.random["python"])
+        np.random.set_state(taken.random["numpy"])
+        self._generators.restore(taken.random["torch"])
 
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that a state dict has, by name."""

@@ -127,27 +127,33 @@ class CheckpointLoader:
         self._optimizer = optimizer
         self._fail = fail
 
-    def load(self, stored: StoredState) -> None:
+    def load(self, stored: StoredState, recover: Callable[[], None] = lambda: None) -> None:
         """Make a checkpoint's state the engine's; random states too.
+
+        Args:
+            stored: the checkpoint's.
+            recover: called before anything is changed.
 
         Raises:
             ModelError: it is of another model or optimizer; nothing has been changed.
             StorageError: it could not be read, or is damaged, or a shard could not be written.
         """
-        snapshot, reader = stored.snapshot, Reader(stored.commit.tensors())
-        self._capture.check(snapshot)
+        snapshot = stored.snapshot
+        taken = self._capture.read(snapshot, Reader(stored.commit.tensors()))
+        self._capture.check(snapshot, taken)
+        recover()
         try:
             if self._capture.has_layout_of(snapshot):
                 self._loop.run(self._copy(stored.commit))
-                self._capture.restore_states(snapshot, reader)
+                self._capture.restore_states(snapshot, taken)
             else:
                 self._model_loader.load(stored.weights, strict=True)
                 self._optimizer.adopt(stored.optimizer_state_dict)
-            self._capture.restore(snapshot, reader)
+            self._capture.restore(taken)
         except BaseException as error:
             self._fail(error)
             raise
-        self._capture.restore_random(snapshot, reader)
+        self._capture.restore_random(taken)
 
     async def _copy(self, commit: StoredCommit) -> None:
         """Give all shards the bytes of a commit."""

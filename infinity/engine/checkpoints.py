@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,28 +19,58 @@ from infinity.errors import EngineStateError, NonFiniteError, NonFiniteWarning
 from infinity.store.commits import Commit
 from infinity.store.stored import StoredCommit
 
+T = TypeVar("T")
+
 
 class Checkpoints(Assembly):
     """The part of ``Engine`` that makes commits and goes back to them."""
 
-    def track(self, name: str, tracked: Any) -> bool:
+    _went_back: tuple[int, int] | None = None  # by itself: to which commit, and from which step
+
+    def track(self, name: str, tracked: Any, *, is_data: bool | None = None) -> bool:
         """Have the state of an object go along with commits: a scheduler's, a loader's, anything's with ``state_dict``.
 
-        The state of what can be iterated over is taken when ``step()`` returns, that of all others when the engine is
-        next used; so a loop that calls ``scheduler.step()`` after ``engine.step()`` resumes as if never stopped.
+        With ``batches`` all states are taken at once. Without, that of what can be iterated over is taken when
+        ``step()`` returns, that of all others at the next training forward; so a loop that calls ``scheduler.step()``
+        after ``engine.step()`` resumes as if never stopped.
 
         Args:
             name: the same in every run.
             tracked: has ``state_dict()`` and ``load_state_dict()``.
+            is_data: whether it is a position in data; ``None``: whether it can be iterated over.
 
         Returns:
-            Whether it was given the state of a commit that was resumed, or of a checkpoint that was loaded.
+            Whether it was given the state of a commit that was resumed, or of a checkpoint that was loaded. Then the
+            optimizer gets the hyper-parameters again that it had there, which a scheduler sets when it is made.
 
         Raises:
             ModelError: it has none, or the name is another object's.
         """
         self._check_open()
-        return self._capture.tracked.add(name, tracked)
+        is_restored = self._capture.tracked.add(name, tracked, is_data=is_data)
+        if is_restored:
+            self._capture.restore_groups()
+        return is_restored
+
+    def batches(self, loader: Iterable[T]) -> Generator[T, None, None]:
+        """The batches of a loader, for a training loop: ``for batch in engine.batches(loader)``.
+
+        A commit that is due is taken when the loop asks for the next batch: all that follows a step is over then
+        (schedulers, evaluation, averages), and nothing of the next has begun. So a resumed run draws the same random
+        numbers, whoever draws them. The loader is not tracked by this: ``track`` what has a position.
+        """
+        self._check_open()
+        batches = iter(loader)
+        try:
+            while True:
+                self._durability.at_boundary()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                yield batch
+        finally:
+            self._durability.at_boundary()  # the loop is left
 
     def commit(self) -> CommitInfo:
         """Make the state of now one to which ``rollback`` and a later run return, and wait until it is durable.
@@ -95,7 +125,8 @@ class Checkpoints(Assembly):
         """Go on from a checkpoint, or from the last commit in the NVMe directories of a run that has ended.
 
         The model and the optimizer must be those of then; budgets, precision and all else may be others. All gradients
-        are discarded, and what is tracked gets the states that it has there.
+        are discarded, and what is tracked gets the states that it has there. With commits, one is made, and
+        ``rollback`` goes no further back.
 
         Args:
             paths: a directory of ``save_checkpoint``; or a run's NVMe directories, all of them.
@@ -113,12 +144,11 @@ class Checkpoints(Assembly):
         self._durability.join()
         with StoredCommit.open(paths) as commit:
             stored = StoredState(commit)
-            self._capture.check(stored.snapshot)
-            self._recover()
-            self._checkpoint_loader.load(stored)
+            self._checkpoint_loader.load(stored, self._recover)
         for unit in self._units:
             unit.version += 1
         self._durability.num_steps = stored.step
+        self._durability.begin_anew()
         return stored.step
 
     def export_safetensors(self, path: str | os.PathLike[str], *, max_file_bytes: int = 5 * 10**9) -> None:
@@ -186,12 +216,7 @@ class Checkpoints(Assembly):
 
     def _roll_back(self, commit: Commit) -> CommitInfo:
         """Make a commit the state, whatever is under way or has failed."""
-        try:
-            self._recover()
-            self._durability.restore(commit)
-        except BaseException as error:
-            self._steps.fail(error)  # the state is of neither time; another try may do
-            raise
+        self._durability.restore(commit, self._recover, self._steps.fail)
         for unit in self._units:
             unit.version += 1
         assert self._durability.last is not None
@@ -208,6 +233,14 @@ class Checkpoints(Assembly):
             raise NonFiniteError(
                 f"{found}; nothing has been stepped: discard gradients with zero_grad(), or rollback()"
             )
+        if self._durability.last is None:
+            raise NonFiniteError(f"{found}, and there is no commit yet to go back to; nothing has been stepped")
+        if self._went_back == (self._durability.last.number, self.num_steps):
+            raise NonFiniteError(
+                f"{found}, again after going back to commit {self._durability.last.number}: the same data and random "
+                "numbers lead there; change something (data, learning rate, precision) before you go on"
+            )
+        self._went_back = self._durability.last.number, self.num_steps
         info = self._roll_back(self._durability.find(steps=None))
         warnings.warn(
             NonFiniteWarning(f"{found}: went back to commit {info.number}, of step {info.step}"), stacklevel=4

@@ -67,6 +67,14 @@ class Durability(ABC):
         """
 
     @abstractmethod
+    def begin_anew(self) -> None:
+        """The state is that of another run, or time: there is no way back from here."""
+
+    @abstractmethod
+    def at_boundary(self) -> None:
+        """A step and whatever follows it are over, and the next batch has not been fetched."""
+
+    @abstractmethod
     def end_step(self) -> None:
         """A step was taken, and has been counted."""
 
@@ -95,8 +103,14 @@ class Durability(ABC):
         """The commit from which training has taken so many steps; ``None``: the newest."""
 
     @abstractmethod
-    def restore(self, commit: Commit) -> None:
-        """Go back to a commit. Nothing is under way, and nobody uses any shard."""
+    def restore(self, commit: Commit, recover: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
+        """Go back to a commit.
+
+        Args:
+            commit: which.
+            recover: called before anything is changed: nothing is under way then, and nobody uses any shard.
+            fail: told what has failed half-way, when the state is of neither time.
+        """
 
 
 class Scratch(Durability):
@@ -108,6 +122,12 @@ class Scratch(Durability):
 
     def begin(self, load: Callable[[StoredState], None]) -> None:
         """Random states are as they are."""
+
+    def begin_anew(self) -> None:
+        """Nothing follows from it."""
+
+    def at_boundary(self) -> None:
+        """Nothing is under way."""
 
     def end_step(self) -> None:
         """Nothing follows from it."""
@@ -148,6 +168,6 @@ class Scratch(Durability):
             "rollback(): this run keeps no commits; set durability='checkpoint' in Config, or a number of steps"
         )
 
-    def restore(self, commit: Commit) -> None:
+    def restore(self, commit: Commit, recover: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
         """There is none."""
         raise AssertionError("a run without commits has none to go back to")

@@ -25,16 +25,16 @@ import dataclasses
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from safetensors.torch import load, save
 
-from infinity.engine.capture import Capture
+from infinity.engine.capture import Capture, Taken
 from infinity.engine.checkpoint import CheckpointSaver
 from infinity.engine.documents import Reader, Writer
 from infinity.engine.durability import CommitInfo, Durability
+from infinity.engine.pending import Holding, Pending
 from infinity.engine.prefetch import PrefetchScheduler
 from infinity.engine.snapshot import Snapshot, snapshot_of
 from infinity.engine.stored_state import StoredState
@@ -49,48 +49,6 @@ from infinity.store.store import TieredStore
 from infinity.store.stored import StoredCommit
 from infinity.store.versions import Held
 from infinity.trace import COMMIT, Recorder
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A commit that is due.
-
-    Attributes:
-        step: after which step.
-        begun: when, as ``time.perf_counter`` tells it.
-        writers: have the tensors of what was taken.
-        moments: what was taken.
-        held: the bytes, once the loop has them.
-        made: the commit, once the record is being written.
-        wait_seconds: how long training has waited for it.
-    """
-
-    step: int
-    begun: float
-    writers: list[Writer]
-    moments: list[dict[str, Any]]
-    held: concurrent.futures.Future[_Holding]
-    made: concurrent.futures.Future[tuple[Commit, int]] | None = None
-    wait_seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class _Holding:
-    """Held bytes, and what is known of them.
-
-    Attributes:
-        held: the bytes.
-        dtypes: by shard.
-        states: what ``Capture.of_states`` returned.
-        writer: has its tensors.
-        written_bytes: what had to be written.
-    """
-
-    held: Held
-    dtypes: dict[Any, str]
-    states: dict[str, Any]
-    writer: Writer = field(default_factory=lambda: Writer("s"))
-    written_bytes: int = 0
 
 
 class Durable(Durability):
@@ -130,9 +88,10 @@ class Durable(Durability):
         self._recorder = recorder
         self._stepped = stepped
         self._every = every
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._error: BaseException | None = None
         self._found: Commit | None = None
+        self._first = 0  # the commit before which there is no way back
 
     def resume(self, leave: Callable[[], None]) -> bool:
         """Go on from the newest commit.
@@ -144,13 +103,13 @@ class Durable(Durability):
         commit = self._commits.last
         if commit is None:
             return False
-        snapshot, reader = self._read(commit)
-        self._capture.check(snapshot)
+        snapshot, taken = self._read(commit)
+        self._capture.check(snapshot, taken)
         self._found = commit
         if not self._capture.has_layout_of(snapshot):
             return False
         leave()
-        self._give_back(commit, snapshot, reader)
+        self._give_back(commit, snapshot, taken)
         return True
 
     def begin(self, load: Callable[[StoredState], None]) -> None:
@@ -164,15 +123,31 @@ class Durable(Durability):
         commit, self._found = self._found, None
         if commit is None:
             return
-        snapshot, reader = self._read(commit)
+        snapshot, taken = self._read(commit)
         if self.last is not None:
-            self._capture.restore_random(snapshot, reader)
+            self._capture.restore_random(taken)
             return
         directories = [directory.path for directory in self._state.directories]
         with StoredCommit.open(directories, commit.manifest.number, lock=False) as stored:
             load(StoredState(stored))
         self.num_steps = snapshot.step
-        self.commit()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """The state is that of another run, or time: commit it, and forget that there is a way back from here.
+
+        Raises:
+            StorageError: it could not be written; the commit before stands.
+        """
+        self._first = self.commit().number
+
+    def at_boundary(self) -> None:
+        """A step and whatever follows it are over, and the next batch has not been fetched: take all now."""
+        pending = self._pending
+        if pending is not None and pending.made is None:
+            writer = Writer("a")
+            pending.moments, pending.writers = [self._capture.at_step(writer)], [writer]
+            self.proceed()
 
     def end_step(self) -> None:
         """Begin a commit if one is due."""
@@ -211,7 +186,7 @@ class Durable(Durability):
         if not self._commits.is_tidy:
             self._loop.run(self._commits.tidy())
 
-    def _await(self, pending: _Pending, made: concurrent.futures.Future[tuple[Commit, int]]) -> None:
+    def _await(self, pending: Pending, made: concurrent.futures.Future[tuple[Commit, int]]) -> None:
         begun = time.perf_counter()
         try:
             commit, written_bytes = self._loop.wait(made)  # an interrupt leaves it pending
@@ -287,7 +262,8 @@ class Durable(Durability):
         """
         if steps is None and self._commits.last is not None:
             return self._commits.last
-        found = {snapshot_of(each.manifest, self._path(each)).step: each for each in self._commits.all}
+        reachable = [each for each in self._commits.all if each.manifest.number >= self._first]
+        found = {snapshot_of(each.manifest, self._path(each)).step: each for each in reachable}
         if steps is None:
             raise NoCommitError("rollback(): no commit has been made yet", path=self._state.files.path)
         if self.num_steps - steps not in found:
@@ -299,31 +275,38 @@ class Durable(Durability):
             )
         return found[self.num_steps - steps]
 
-    def restore(self, commit: Commit) -> None:
+    def restore(self, commit: Commit, recover: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
         """Go back to a commit of this engine's layout: those after it are removed.
 
         Raises:
             ModelError: it is of another model or optimizer; nothing has been changed.
-            StorageError: the system reported an error.
+            NoCommitError: it is of another layout; nothing has been changed.
+            StorageError: the system reported an error, or the commit is damaged; later commits stay.
         """
-        snapshot, reader = self._read(commit)
-        self._capture.check(snapshot)
+        snapshot, taken = self._read(commit)
+        self._capture.check(snapshot, taken)
         if not self._capture.has_layout_of(snapshot):
             raise NoCommitError(
                 f"commit {commit.manifest.number} was made with other budgets or another precision, and its shards "
                 "cannot serve as they are: start with the settings of then, and resume",
                 path=self._path(commit),
             )
-        self._pending = self._error = None
-        self._loop.run(self._commits.drop_after(commit))
-        self._give_back(commit, snapshot, reader)
-        self._capture.restore_random(snapshot, reader)
+        self._loop.run(self._commits.check(commit))
+        try:
+            recover()
+            self._pending = self._error = None
+            self._give_back(commit, snapshot, taken)
+            self._loop.run(self._commits.drop_after(commit))
+        except BaseException as error:
+            fail(error)
+            raise
+        self._capture.restore_random(taken)
 
-    def _give_back(self, commit: Commit, snapshot: Snapshot, reader: Reader) -> None:
+    def _give_back(self, commit: Commit, snapshot: Snapshot, taken: Taken) -> None:
         """Make shards and all else what they were, but for random states."""
         self._loop.run(self._restore(commit.held))
-        self._capture.restore_states(snapshot, reader)
-        self._capture.restore(snapshot, reader)
+        self._capture.restore_states(snapshot, taken)
+        self._capture.restore(taken)
         self.num_steps = snapshot.step
         self.last = CommitInfo(commit.manifest.number, snapshot.step, commit.manifest.num_bytes)
 
@@ -331,7 +314,7 @@ class Durable(Durability):
         async with self._scheduler.replacing():
             await self._store.restore(held)
 
-    def _read(self, commit: Commit) -> tuple[Snapshot, Reader]:
+    def _read(self, commit: Commit) -> tuple[Snapshot, Taken]:
         """What a commit keeps beside shards.
 
         Raises:
@@ -340,7 +323,8 @@ class Durable(Durability):
         """
         path = self._path(commit)
         content = self._loop.run(call_in_thread(lambda: self._state.read_tensors(commit.manifest)))
-        return snapshot_of(commit.manifest, path), Reader({} if content is None else load_tensors(content, path))
+        snapshot = snapshot_of(commit.manifest, path)
+        return snapshot, self._capture.read(snapshot, Reader({} if content is None else load_tensors(content, path)))
 
     def _path(self, commit: Commit) -> Any:
         return self._state.files.path / manifest_name(commit.manifest.number)
@@ -350,9 +334,9 @@ class Durable(Durability):
         writer, begun = Writer("a"), time.perf_counter()
         moment = self._capture.at_step(writer)
         held = self._loop.submit(self._hold())
-        self._pending = _Pending(self.num_steps, begun, [writer], [moment], held)
+        self._pending = Pending(self.num_steps, begun, [writer], [moment], held)
 
-    async def _hold(self) -> _Holding:
+    async def _hold(self) -> Holding:
         """Wait for the step's end, and hold all shards as they are then."""
         await self._stepped()
         await self._commits.tidy()
@@ -360,15 +344,15 @@ class Durable(Durability):
         states, dtypes = self._capture.of_states(writer), self._capture.dtypes()
         before = self._store.statistics().written_bytes
         held = await self._store.hold(dtypes)
-        return _Holding(held, dtypes, states, writer, self._store.statistics().written_bytes - before)
+        return Holding(held, dtypes, states, writer, self._store.statistics().written_bytes - before)
 
-    async def _let_go(self, held: concurrent.futures.Future[_Holding]) -> None:
+    async def _let_go(self, held: concurrent.futures.Future[Holding]) -> None:
         nvme = self._store.nvme
         assert nvme is not None
         with contextlib.suppress(Exception):  # then nothing is held
             nvme.versions.let_go((await asyncio.wrap_future(held)).held)
 
-    async def _make(self, pending: _Pending) -> tuple[Commit, int]:
+    async def _make(self, pending: Pending) -> tuple[Commit, int]:
         holding = await asyncio.wrap_future(pending.held)
         tensors: dict[str, torch.Tensor] = {}
         for writer in (*pending.writers, holding.writer):

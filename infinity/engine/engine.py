@@ -34,6 +34,8 @@ class Engine(Checkpoints):
         recorder: what ran and what waited, of the latest step; ``infinity.trace.write_trace`` writes it to a file.
     """
 
+    _was_taken = False  # the latest step
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; the same as ``engine.module(...)``."""
         self._check_usable()
@@ -87,17 +89,23 @@ class Engine(Checkpoints):
             raise ModelError(f"accumulate(): expected micro-batches one by one, got a {type(given).__name__}")
         return self._accumulation.run(list(micro_batches), compute_loss, self.backward, self._forget_gradients)
 
-    def step(self) -> None:
+    def step(self) -> bool:
         """Step the optimizer and consume the gradients; the same as ``engine.optimizer.step()``.
 
         With ``Config.overlap`` it returns while sub-groups are still being stepped, with the hyper-parameters and
         gradients of now; the next forward waits for each unit. What fails then is raised by whoever comes next.
 
+        Returns:
+            Whether it was taken: not where ``fp16`` overflowed, nor where ``on_nonfinite`` went back to a commit.
+
         Raises:
             EngineStateError: the engine is closed, or a step before failed half-way.
+            NonFiniteError: see ``Config.on_nonfinite``.
             StorageError: a shard could not be read or written; the engine cannot go on.
         """
+        self._was_taken = False
         self.optimizer.step()
+        return self._was_taken
 
     def clip_grad_norm_(
         self,
@@ -182,7 +190,7 @@ class Engine(Checkpoints):
         return self.values.gathered(params, modify=modify)
 
     def synchronize(self) -> None:
-        """Wait until steps, transfers and commits that have begun have ended, as ``torch.cuda.synchronize`` for kernels.
+        """Wait until steps, transfers and commits that have begun have ended.
 
         Raises:
             StorageError: a shard could not be read or written in a step, and the engine cannot go on; or a commit has
@@ -276,7 +284,7 @@ class Engine(Checkpoints):
     def _check_usable(self) -> None:
         self._check_open()
         self._hooks.settle()
-        check_forward(self._gathered, self._steps, self._durability)
+        check_forward(self._gathered, self._steps)
 
     def _settle(self, what: str) -> None:
         """Have nothing under way, for something that reads or changes state between steps."""
@@ -341,6 +349,7 @@ class Engine(Checkpoints):
             with signals_after():  # a step counts if, and only if, it is taken
                 self._steps.complete(self._gradients.take())
                 self._count_step()
+            self._was_taken = True
             self._steps.end()
             causes.append(("optimizer", time.perf_counter()))
         self._end_step()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from infinity.engine.compiled import CompiledBlocks
+from infinity.engine.durability import Durability
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.lent import LentThread
 from infinity.engine.refusals import Refusals
@@ -45,13 +46,21 @@ class Resources:
         self.compiled: CompiledBlocks | None = None
         self.refusals: Refusals | None = None
         self.handles: list[Any] = []
-        register_exit(self.close)
+        self.durability: Durability | None = None
+        register_exit(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """Nobody has closed the engine: what has been taken for a commit is still written."""
+        if self.durability is not None and os.getpid() == self._pid:
+            with contextlib.suppress(Exception):  # nobody is left to be told
+                self.durability.join()
+        self.close()
 
     def close(self) -> None:
         """Undo everything, in the reverse order of its making, whatever fails. Closing twice is harmless."""
         if os.getpid() != self._pid:
             return
-        unregister_exit(self.close)
+        unregister_exit(self._close_at_exit)
         with contextlib.ExitStack() as stack:
             if self.refusals is not None:
                 stack.callback(self.refusals.close)

@@ -152,7 +152,7 @@ def open_state(
             raise ManifestError(
                 f"a commit is damaged: {faults[-1]}. Restore a checkpoint; or go on from the commit before "
                 f"({manifests[-1].number if manifests else 'there is none'}) once the damaged one is removed: "
-                f"python -m infinity.checkpoint prune --commit NUMBER {home.path}",
+                f"python -m infinity.checkpoint prune {home.path} --commit NUMBER",
                 path=faults[-1].path,
             ) from faults[-1]
         if len({manifest.state for manifest in manifests}) > 1:

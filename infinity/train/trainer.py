@@ -76,7 +76,7 @@ class Trainer(Protocol):
             MicroBatchError: one failed; plain PyTorch raises what it failed with itself.
         """
 
-    def step(self) -> None:
+    def step(self) -> object:
         """Update the parameters and drop the gradients."""
 
     def usage(self) -> dict[str, TierUsage]:
