@@ -35,7 +35,7 @@ from infinity.io.memory import PAGE_BYTES, round_up
 DtypeName = Literal["keep", "fp32", "bf16", "fp16"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FIXED_BYTES = 64 << 20
+_FIXED_BYTES = 32 << 20
 """What code, small objects and the allocator take, whatever is exported; arithmetic on planes included."""
 
 _BLOCKS = 10
@@ -166,11 +166,13 @@ class Exporter:
 
     def _held_bytes(self) -> int:
         """The most that is in memory at a time beside blocks."""
+        with_states = self._optimizer is not None
         small = self._optimizer.small_bytes if self._optimizer is not None else 0
-        largest = max(
-            (tail_bytes(self._state, part) + self._turned_bytes(part) for part in self._state.parts), default=0
+        held = (
+            tail_bytes(self._state, part, with_states=with_states) + self._turned_bytes(part)
+            for part in self._state.parts
         )
-        return round_up(largest + small, PAGE_BYTES)
+        return round_up(max(held, default=0) + small, PAGE_BYTES)
 
     def _turned_bytes(self, part: Part) -> int:
         source = self._source_dtype(part)

@@ -1,20 +1,26 @@
 """``optimizer.pt``: the optimizer's state dict as ``torch.save`` writes it, streamed.
 
 Users give what ``torch.load(path, weights_only=True, mmap=True)`` makes of it to ``load_state_dict`` of an optimizer.
-PyTorch itself writes the file first, of fake tensors and with room for their values
-(``torch.serialization.skip_data``), and tells where each of them is to be; then the values come as they are read. The
-zip format's checksums of these records stay zero, which PyTorch does not look at.
+PyTorch itself writes the file first, with room for values and without them (``torch.serialization.skip_data``), of
+tensors that all lie in one range of addresses behind which there is no memory. Loaded again, mapped, each tensor tells
+by its address where in the file its values are to be; then they come as they are read. The zip format's checksums of
+these records stay zero, which PyTorch does not look at.
+
+Rejected: fake tensors, which PyTorch would tell places of (70 MB of code, for as many bytes as the whole export needs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import mmap
+import struct
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from infinity.engine.pieces import Pieces
@@ -24,6 +30,14 @@ from infinity.engine.unit import Slot
 from infinity.errors import StorageError, storage_error
 
 OPTIMIZER_NAME = "optimizer.pt"
+
+_STEP = 16
+"""Bytes between the addresses of tensors."""
+
+_LENGTHS_OFFSET = 26
+"""In the header of a record of a zip file: the lengths of its name and of what follows that."""
+
+_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 _BESIDE_BYTES = 4096
 """What a tensor takes in the file beside its values, at most: names, alignment."""
@@ -105,24 +119,29 @@ class OptimizerFile:
     def _make(self, path: Path) -> Mapping[torch.Tensor | _Large, int]:
         """Write all but values; returns where these are to be."""
         leaves, structure = pytree.tree_flatten(self._tree)
-        with FakeTensorMode() as mode:
-            fakes = [_fake(leaf) for leaf in leaves]
+        tensors = _without_memory([leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, _Large))])
+        outline = [tensors.get(leaf, leaf) if isinstance(leaf, (torch.Tensor, _Large)) else leaf for leaf in leaves]
         try:
-            with torch.serialization.skip_data(materialize_fake_tensors=True):
-                torch.save(pytree.tree_unflatten(fakes, structure), path)
-            with mode:
-                placed = pytree.tree_leaves(torch.load(path, weights_only=True))
+            with torch.serialization.skip_data():
+                torch.save(pytree.tree_unflatten(outline, structure), path)
+            with torch.serialization.set_default_mmap_options(
+                mmap.MAP_SHARED
+            ):  # else the system may count it as memory
+                placed = pytree.tree_leaves(torch.load(path, weights_only=True, mmap=True))
+            offsets = _record_offsets(path)
         except (OSError, RuntimeError) as error:
             cause = error if isinstance(error, OSError) else OSError(None, str(error))
             raise storage_error(f"writing the optimizer's state ({error})", cause, path=path) from error
-        offsets: dict[torch.Tensor | _Large, int] = {}
-        for leaf, fake in zip(leaves, placed, strict=True):
-            if isinstance(leaf, (torch.Tensor, _Large)):
-                offset = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
-                if offset is None:
-                    raise StorageError("this version of PyTorch does not tell where values are to be", path=path)
-                offsets[leaf] = offset
-        return offsets
+        addresses = {
+            leaf: tensor.data_ptr()
+            for leaf, tensor in zip(leaves, placed, strict=True)
+            if isinstance(leaf, (torch.Tensor, _Large)) and tensor.numel()
+        }
+        start = min(addresses.values(), default=0) - min(offsets, default=0)
+        found = {leaf: address - start for leaf, address in addresses.items()}
+        if set(found.values()) != set(offsets):
+            raise StorageError("this version of PyTorch lays out its files in a way that is not known here", path=path)
+        return found
 
     def _stream(
         self, output: OutputFile, offsets: Mapping[_Large, int], pieces: Pieces, moved: Callable[[int], None]
@@ -137,12 +156,37 @@ class OptimizerFile:
                         moved(values.numel() * values.element_size())
 
 
-def _fake(leaf: Any) -> Any:
-    if isinstance(leaf, _Large):
-        return torch.empty_strided(leaf.slot.shape, leaf.slot.stride, dtype=leaf.dtype)
-    if isinstance(leaf, torch.Tensor):
-        return torch.empty(leaf.shape, dtype=leaf.dtype)
-    return leaf
+def _without_memory(leaves: Sequence[torch.Tensor | _Large]) -> dict[torch.Tensor | _Large, torch.Tensor]:
+    """For each leaf a tensor of its size with an address and a storage of its own, and no memory."""
+    largest = max((_num_bytes(leaf) for leaf in leaves), default=0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    addresses = mmap.mmap(-1, largest + _STEP * len(leaves) + mmap.PAGESIZE, flags=flags)
+    made: dict[torch.Tensor | _Large, torch.Tensor] = {}
+    for index, leaf in enumerate(leaves):
+        shape, stride = (leaf.slot.shape, leaf.slot.stride) if isinstance(leaf, _Large) else (leaf.shape, None)
+        if not math.prod(shape):
+            made[leaf] = torch.empty(shape, dtype=leaf.dtype)
+            continue
+        flat = torch.frombuffer(addresses, dtype=leaf.dtype, count=math.prod(shape), offset=_STEP * index)
+        made[leaf] = flat.view(shape) if stride is None else flat.as_strided(shape, stride)
+    return made
+
+
+def _num_bytes(leaf: torch.Tensor | _Large) -> int:
+    shape = leaf.slot.shape if isinstance(leaf, _Large) else leaf.shape
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
+def _record_offsets(path: Path) -> list[int]:
+    """Where in a file of ``torch.save`` the bytes of its storages begin."""
+    offsets = []
+    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            if record.file_size and record.filename.rpartition("/")[0].endswith("/data"):
+                file.seek(record.header_offset + _LENGTHS_OFFSET)
+                name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
+                offsets.append(record.header_offset + _LENGTHS_OFFSET + 4 + name_bytes + extra_bytes)
+    return offsets
 
 
 def _plain(value: Any) -> Any:

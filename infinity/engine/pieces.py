@@ -157,11 +157,11 @@ class Pieces:
                 yield Piece(position, 0, _behind(tail, place.codes, stop))
 
 
-def tail_bytes(state: StoredState, part: Part) -> int:
+def tail_bytes(state: StoredState, part: Part, *, with_states: bool) -> int:
     """The largest tail of any of a part's shards: what ``Pieces`` holds of it beside blocks."""
     layout = state.layouts[part.index]
     tails = [ExceptionTable.num_bytes(part.num_elements) if layout.weights == "planes" else 0]
-    for each in layout.states.values():
+    for each in layout.states.values() if with_states else ():
         format_ = state.state_format_of(part, each)
         if isinstance(format_, Packed):
             tails.append(format_.num_bytes(part) - part.num_elements * format_.codec.code_bytes)
