@@ -195,7 +195,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     layouts = layouts_of(arguments.size // ITEM_BYTES)
     largest = max(layout.num_elements for layout in layouts) * ITEM_BYTES
     require_room(arguments.directory, disk_bytes=ON_DISK * arguments.size, memory_bytes=4 * largest + (1 << 30))
-    lines = [f"{machine()}; disk: {format_bytes(ON_DISK * arguments.size)} at most, deleted at the end"]
+    load = os.getloadavg()[0]
+    disk = f"disk: {format_bytes(ON_DISK * arguments.size)} at most, deleted at the end"
+    lines = [f"{machine()}; load of other programs {load:.1f}; {disk}"]
 
     def say(line: str) -> None:
         lines.append(line)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save as save_tensors
 
@@ -46,6 +47,15 @@ PAGE = 4096
 STATE = "0123456789abcdef" * 2
 
 Shape = tuple[int, ...]
+
+ODDITIES: dict[str, Any] = {
+    "note": ("a", 1),
+    "empty": torch.empty(0, 3),
+    "flags": torch.tensor([True, False, True]),
+    "factor": torch.arange(4.0).bfloat16(),
+    "best": np.float32(2.5),
+}
+"""What an optimizer may keep of a parameter beside tensors of its shape."""
 
 
 @dataclass
@@ -184,7 +194,7 @@ class StateWriter:
                 for kind, (dtype, shard) in self._shards(part, layout, sketch, expected).items():
                     self._store(part.key(kind), dtype_name(dtype), shard, number)
         small: dict[str, dict[str, Any]] = {name: {"step": torch.tensor(float(number))} for name in expected.states}
-        small["blocks.0.up.bias"] = {**small.get("blocks.0.up.bias", {}), "note": ("a", 1)}
+        small["blocks.0.up.bias"] = {**small.get("blocks.0.up.bias", {}), **ODDITIES}
         small["blocks.0.one"] = {"step": torch.tensor(float(number)), "exp_avg": torch.tensor(0.25)}
         for name, state in small.items():
             if any(name in group["params"] for group in self.groups):

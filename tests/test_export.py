@@ -30,7 +30,7 @@ from infinity.errors import (
 )
 from infinity.store.shard import ShardKey
 from infinity.store.stored import StoredCommit
-from states_on_disk import CHANNELS_LAST, PAGE, TIED, Sketch, StateWriter, flat_bits
+from states_on_disk import CHANNELS_LAST, ODDITIES, PAGE, TIED, Sketch, StateWriter, flat_bits
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -193,7 +193,10 @@ def test_everything_an_optimizer_keeps_is_in_its_file(writer: StateWriter, tmp_p
         plain = state.to_plain()
     loaded: dict[str, Any] = torch.load(tmp_path / "out" / OPTIMIZER_NAME, weights_only=True)
     assert loaded["param_groups"] == plain["param_groups"]
-    assert loaded["state"][3]["note"] == ("a", 1)
+    for name, value in ODDITIES.items():
+        got = loaded["state"][3][name]
+        assert flat_bits(got) == flat_bits(value) if isinstance(value, torch.Tensor) else got == value
+    assert (loaded["state"][3]["empty"].shape, type(loaded["state"][3]["best"])) == ((0, 3), float)
     assert loaded["state"][5]["exp_avg"].item() == 0.25
     conv = loaded["state"][2]["exp_avg"]
     assert conv.stride() == plain["state"][2]["exp_avg"].stride() != conv.contiguous().stride()
