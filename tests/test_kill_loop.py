@@ -18,7 +18,7 @@ def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     document = tmp_path / "kills.json"
     nvme = tmp_path / "nvme"
     nvme.mkdir()
-    command = [
+    command: list[str | Path] = [
         sys.executable, SCRIPT, "--kills", "10", "--steps", "12", "--seed", "5", "--nvme", nvme, "--json", document
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
