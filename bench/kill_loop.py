@@ -217,11 +217,12 @@ class KillLoop:
         for index, path in enumerate(paths):
             assert [each.name for each in path.iterdir()] == ["infinity-state-rank0"]
             names = sorted(each.name for each in (path / "infinity-state-rank0").iterdir())
-            rest = [re.sub("[0-9a-f]{16}", "X", name) for name in names if not name.startswith("commit-")]
+            rest = [re.sub("[0-9a-f]{16,32}", "X", name) for name in names if not name.startswith("commit-")]
             records = [name for name in names if name.startswith("commit-")]
             kept = min(self._scenario.retained, self._num_steps // self._scenario.durability) if index == 0 else 0
             allowed = {2 * kept, 2 * (kept + 1)} if kept and ended_before else {2 * kept}
-            if rest != ["lock", "owner.json", "shards-X.bin"] or len(records) not in allowed:
+            marks = ["state-X.json"] if index else []  # of the state that the first directory has
+            if rest != ["lock", "owner.json", "shards-X.bin", *marks] or len(records) not in allowed:
                 self._outcome.wrong.append(f"{self._scenario}: left in {path.name}: {names}")
 
     def _directories(self, name: str) -> list[Path]:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from lib_crash_log import Log, Op, Truth
 
-from infinity.store.manifest import DATA_NAME, Manifest, checksum, manifest_name, tensors_name
+from infinity.store.manifest import DATA_NAME, MARK_NAME, Manifest, checksum, manifest_name, tensors_name
 from infinity.store.state import OpenState, open_state
 
 BLOCK_BYTES = 4096
@@ -296,6 +296,7 @@ def check(crashes: Crashes, point: int, choice: Choice, root: Path, tally: Tally
         state = open_state(paths)
         try:
             number = state.manifests[-1].number if state.manifests else None
+            state.tidy()
             wrong = _differences(crashes, point, state)
         finally:
             state.close()
@@ -314,8 +315,6 @@ def discard(root: Path) -> None:
 
 def _differences(crashes: Crashes, point: int, state: OpenState) -> str:
     """What is wrong with a state that was opened; empty where nothing is."""
-    if state.faults:
-        return f"a record is damaged: {state.faults[0]}"
     newest = state.manifests[-1].number if state.manifests else None
     if newest not in crashes.allowed(point):
         return f"commit {newest} is the newest; expected one of {crashes.allowed(point)}"
@@ -328,6 +327,7 @@ def _differences(crashes: Crashes, point: int, state: OpenState) -> str:
     kept |= {tensors_name(each.number) for each in state.manifests if each.tensors is not None}
     for index, files in enumerate(state.every):
         names = {name for name in files.names() if not DATA_NAME.fullmatch(name) or state.places.get(name) != index}
+        names = {name for name in names if not (state.manifests and MARK_NAME.fullmatch(name))}
         strangers = names - {"lock", "owner.json"} - (kept if files is state.files else set())
         if strangers:
             return f"left in {files.path}: {sorted(strangers)}"

@@ -14,6 +14,7 @@ from fakes_store import FakeOpener
 from infinity.io.memory import allocate, as_bytes
 from infinity.store.commits import Commit, Commits
 from infinity.store.files import DirectoryFiles
+from infinity.store.manifest import MARK_NAME
 from infinity.store.nvme import NvmeTier
 from infinity.store.shard import Extent, ShardKey
 from infinity.store.state import OpenState, open_state
@@ -163,6 +164,7 @@ async def opened(
     opener = FakeOpener()
     state = await asyncio.to_thread(lambda: open_state(paths, open_files=FaultyFiles))
     try:
+        await asyncio.to_thread(state.tidy)
         nvme = await NvmeTier.open(
             paths,
             capacity_bytes=capacity_bytes,
@@ -188,8 +190,9 @@ async def opened(
 
 
 def names_below(path: Path) -> list[str]:
-    """Files of a state directory but for the lock and the owner's."""
+    """Files of a state directory but for the lock, the owner's and marks."""
     directory = path / "infinity-state-rank0"
     if not directory.exists():
         return []
-    return sorted(each.name for each in directory.iterdir() if each.name not in {"lock", "owner.json"})
+    names = [each.name for each in directory.iterdir() if each.name not in {"lock", "owner.json"}]
+    return sorted(name for name in names if not MARK_NAME.fullmatch(name))

@@ -15,7 +15,7 @@ from fakes_state import KEYS, PAGE, FaultyFiles, Rig, content_of, failing, make_
 from infinity.errors import DiskFullError, ManifestError, NoCommitError, StorageError, UncertainCommitError
 from infinity.store import striping
 from infinity.store.commits import Commit
-from infinity.store.manifest import DATA_NAME, manifest_name, tensors_name
+from infinity.store.manifest import DATA_NAME, MARK_NAME, manifest_name, tensors_name
 from infinity.store.shard import ShardKey
 from infinity.store.state import open_state
 
@@ -417,21 +417,43 @@ async def test_a_data_file_that_was_cut_is_refused(committed: list[Path]) -> Non
 
 @pytest.mark.parametrize("name", [manifest_name(2), tensors_name(2)])
 @pytest.mark.parametrize("damage", ["flip", "cut"])
-async def test_a_damaged_record_is_passed_over_and_stays_to_be_seen(
-    name: str, damage: str, committed: list[Path]
-) -> None:
+async def test_a_damaged_record_is_named_and_nothing_is_removed(name: str, damage: str, committed: list[Path]) -> None:
     path = committed[0] / "infinity-state-rank0" / name
-    content = bytearray(path.read_bytes())
+    whole = path.read_bytes()
+    content = bytearray(whole)
     content[len(content) // 2] ^= 1
     path.write_bytes(content if damage == "flip" else content[:-3])
-    async with opened(committed, num_retained=2) as rig:
-        await assert_is(rig, 1)
-        assert len(rig.state.faults) == 1
-    assert name in names_below(committed[0])
-    (committed[0] / "infinity-state-rank0" / manifest_name(1)).unlink()
-    with pytest.raises(ManifestError, match="none of 1 commits can be used"):
+    before = [names_below(path) for path in committed]
+    with pytest.raises(ManifestError, match="a commit is damaged"):
         open_state(committed)
-    assert name in names_below(committed[0])
+    assert [names_below(path) for path in committed] == before
+    path.write_bytes(whole)
+    async with opened(committed, num_retained=2) as rig:
+        await assert_is(rig, 2)
+
+
+async def test_a_directory_of_a_run_is_not_taken_for_a_new_one(committed: list[Path], tmp_path: Path) -> None:
+    """Where the commits are is not mounted, as it seems: a start without them removes nothing."""
+    (empty,) = make_paths(tmp_path / "empty", 1)
+    before = [names_below(path) for path in committed]
+    for paths in ([empty, *committed[1:]], [committed[2]]):
+        with pytest.raises(ManifestError, match="data of a run whose commits are in another directory"):
+            open_state(paths)
+    assert [names_below(path) for path in committed] == before
+    assert list(empty.iterdir()) == []
+    async with opened(committed) as rig:
+        await assert_is(rig, 2)
+
+
+async def test_a_mark_that_a_crash_has_lost_is_made_at_the_next_start(committed: list[Path]) -> None:
+    directories = [path / "infinity-state-rank0" for path in committed]
+    marks = [{path.name for path in each.iterdir() if MARK_NAME.fullmatch(path.name)} for each in directories]
+    assert [len(names) for names in marks] == [0, 1, 1]
+    (directories[2] / marks[2].pop()).unlink()
+    async with opened(committed) as rig:
+        await assert_is(rig, 2)
+    with pytest.raises(ManifestError, match="data of a run whose commits are in another directory"):
+        open_state(committed[2:])
 
 
 async def test_the_commits_of_two_runs_are_not_mixed(committed: list[Path], tmp_path: Path) -> None:

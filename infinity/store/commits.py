@@ -341,3 +341,5 @@ class _Writing:
             self.is_uncertain = False
             raise
         self.is_done = True
+        with contextlib.suppress(StorageError):  # it is made, marked or not; the next one tries again
+            self._state.mark()

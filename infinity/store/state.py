@@ -2,8 +2,8 @@
 
 ``open_state`` takes the directories over and finds the commits of which every record is whole; it changes nothing. Once
 the caller has decided to start there, ``tidy`` removes what no commit has: files that a crash left half written, data
-files that no commit names. Only a directory that was never part of a commit is as good as new: before the first record
-of a run appears, each of its other directories gets a mark that it belongs to this state.
+files that no commit names. Only a directory that was never part of a commit is as good as new: once the first record
+of a run is there, and before its making ends, each of its other directories gets a mark that it belongs to this state.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class OpenState:
         if not self.manifests:
             for directory in self.directories:  # a run ended before its first commit
                 directory.is_kept = False
+        else:
+            self.mark()  # as the run before was about to
         _remove_orphans(self.every, self.files, self.manifests, self.places)
 
     def keep(self) -> None:
@@ -86,17 +88,27 @@ class OpenState:
         self._is_durable = False
 
     def make_durable(self) -> None:
-        """See to it that data files and marks are found after a crash; the data files are all made by now.
+        """See to it that the data files are found after a crash; they are all made by now.
 
         Raises:
             StorageError: the system reported an error.
         """
         if not self._is_durable:
             for files in self.every:
-                if files is not self.files:
-                    files.write(_mark_name(self.state), b"{}\n")
                 files.sync()
             self._is_durable = True
+
+    def mark(self) -> None:
+        """There is a commit: the directories that have no record of it are known as its own from now on.
+
+        Raises:
+            StorageError: the system reported an error.
+        """
+        name = _mark_name(self.state)
+        for files in self.every:
+            if files is not self.files and name not in files.names():
+                files.write(name, b"{}\n")
+                files.sync()
 
     def read_tensors(self, manifest: Manifest) -> bytes | None:
         """The content of a commit's file of tensors.
