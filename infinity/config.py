@@ -186,7 +186,8 @@ class Config(BaseModel):
     accumulation_steps: Annotated[int, Number, Field(ge=1)] | None = None
     """How many backwards make a step, not counting those in ``engine.no_sync()``. Given, and with ``overlap``,
     sub-groups are stepped under the last of them, as soon as their gradients are final: hyper-parameters must be set
-    before it, and ``step()`` must follow, before the model is used, saved or given other gradients. ``None``, or with
+    before it, and ``step()`` must follow, before the model is used, saved or given other gradients. Where ``ram`` has
+    no room for a step and a backward at the same time, backward waits for them meanwhile. ``None``, or with
     ``max_grad_norm`` or ``fp16``: nothing is stepped before ``step()``."""
 
     accumulation: Literal["auto", "horizontal", "vertical"] = "horizontal"

@@ -19,6 +19,7 @@ from infinity.engine.engine import Engine
 from infinity.engine.steps import OptimizerSteps
 from infinity.engine.stream import StepStream
 from infinity.engine.substep import SubGroupStepper
+from infinity.engine.unit import GRAD
 from parity import Parity, Trainer, build, tiny_scale
 from parity_models import GPT, BorrowingGPT, SegmentedGPT, non_reentrant, reentrant
 
@@ -323,13 +324,53 @@ def test_an_engine_closes_with_a_step_under_way(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_budgets_too_small_for_two_at_once_take_turns(tmp_path: Path, watch: Watch) -> None:
+def test_budgets_too_small_for_two_at_once_take_turns(
+    tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward waits where steps begin under it, and holds no host memory meanwhile."""
     case = Parity(GPT, adamw, steps_of(1))
     config: Config = case.smallest(tmp_path, accumulation_steps=1)
     with infinity.initialize(*build(GPT, adamw), config) as engine:
         assert not engine._steps.overlaps
+        pinned: list[set[str]] = []
+        real = SubGroupStepper.step
+
+        async def step(*arguments: Any) -> None:
+            residents = engine._store.host.residency._residents.values()
+            pinned.append({owner for resident in residents for owner in resident.pins})
+            await real(*arguments)
+
+        monkeypatch.setattr(SubGroupStepper, "step", step)
         engine.backward(loss_of(engine))
-        assert watch.events == []
+        assert watch.num(complete=False) == len(engine._parts)
+        assert pinned == [set()] * len(engine._parts), "stepped when backward ends"
+        engine.step()
+        assert watch.num(complete=True) == 0
+
+
+def test_turns_keep_gradients_off_the_disk(tmp_path: Path) -> None:
+    """What has been stepped needs no room any more when the gradients of the next unit come."""
+    written = []
+    for schedule in ({"overlap": False}, {"accumulation_steps": 1}):
+        case = Parity(lambda: GPT(num_blocks=6), adamw, steps_of(1))
+        engine = case.check(case.smallest(tmp_path, **schedule))
+        traffic = engine._store.traffic()
+        written.append(sum(each.written_bytes for (_, kind), each in traffic.items() if kind == GRAD))
+    assert written[1] < 0.9 * written[0]
+
+
+def test_a_step_that_fails_while_backward_waits_fails_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*arguments: Any) -> None:
+        raise StorageError("the disk is gone", path=tmp_path)
+
+    case = Parity(GPT, adamw, steps_of(1))
+    with infinity.initialize(*build(GPT, adamw), case.smallest(tmp_path, accumulation_steps=1)) as engine:
+        loss = loss_of(engine)
+        monkeypatch.setattr(SubGroupStepper, "step", fail)
+        with pytest.raises(StorageError, match="the disk is gone"):
+            engine.backward(loss)
+        with pytest.raises(EngineStateError, match="no longer whole"):
+            loss_of(engine)
 
 
 def test_backward_waits_when_steps_are_too_far_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

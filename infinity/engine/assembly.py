@@ -105,16 +105,17 @@ class Assembly(ABC):
         self._precision, self._units, self._parts = self._plan.precision, self._plan.units, self._plan.parts
         self._resources = Resources(device)
         try:
-            overlaps = config.overlap and not traits.is_serial
-            overlaps = overlaps and self._plan.can_overlap(config.ram, uploads=device.type != "cpu")
+            may_overlap = config.overlap and not traits.is_serial
+            overlaps = may_overlap and self._plan.can_overlap(config.ram, uploads=device.type != "cpu")
             waits = config.max_grad_norm is not None or self._scaling.must_check()
             waits = waits or config.on_nonfinite != "continue"
-            num_backwards = config.accumulation_steps if overlaps and not waits else None
+            num_backwards = config.accumulation_steps if may_overlap and not waits else None
             self._orders = Orders(
                 self._units, self._parts, self._plan.step_keys, under_backward=num_backwards is not None
             )
             self._build_tiers(device)
-            self._build_schedule()
+            # Where backward waits for steps, its gradients would displace what had been read for them.
+            self._build_schedule(reads_ahead=overlaps or num_backwards is None)
             self._build_steps(optimizer, overlaps=overlaps, num_backwards=num_backwards)
             self._capture = Capture(
                 self.module,
@@ -215,7 +216,7 @@ class Assembly(ABC):
             pieces = [Piece(part.key(PARAM), part.start, part.stop) for part in unit.parts]
             self._device.register(unit.index, unit.num_bytes, pieces)
 
-    def _build_schedule(self) -> None:
+    def _build_schedule(self, *, reads_ahead: bool) -> None:
         plan, resources, recorder, names = self._plan, self._resources, self.recorder, self.unit_names
         self._stepper = SubGroupStepper(
             self._store, format_of=plan.format_of, state_format_of=plan.state_format_of, worker=resources.worker
@@ -224,6 +225,7 @@ class Assembly(ABC):
             OPTIMIZER, "step", begun, ended, unit=names[part.unit], part=part.position
         )
         self._activity = Activity(recorder)
+        step_bytes = [plan.step_bytes(part) for part in self._parts if part.stepped]
         self._stream = resources.stream = StepStream(
             self._stepper, self._device, unit_distance=self._orders.next_in_training
         )
@@ -237,7 +239,7 @@ class Assembly(ABC):
             self._stream,
             self._activity,
             depth=self.config.prefetch,
-            ahead_bytes=max((plan.step_bytes(part) for part in self._parts if part.stepped), default=0),
+            ahead_bytes=max(step_bytes, default=0) if reads_ahead else 0,
             backlog_bytes=self.config.ram // BACKLOG_SHARE,
         )
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -371,7 +372,14 @@ class ModuleHooks:
             self._gradients.backwards.is_final and not nested
         ):  # what a reentrant checkpoint runs inside may bring more gradients
             idle = [unit for unit in units if unit.state is UnitState.RELEASED and not unit.handles]
-            self._steps.begin([taken for unit in idle for taken in self._gradients.take_final(unit)])
+            taken = [taken for unit in idle for taken in self._gradients.take_final(unit)]
+            if taken and self._steps.takes_turns:
+                self._gradients.let_go()  # whoever waits holds no host memory
+                with self._activity.waiting() as causes:
+                    self._steps.begin(taken)
+                    causes.append(("optimizer", time.perf_counter()))
+            else:
+                self._steps.begin(taken)
 
     def _has_been_released(self, unit: Unit) -> None:
         if self._passage.backward_task is not None:

@@ -143,7 +143,7 @@ class PrefetchScheduler:
         stream: the sub-groups on their way through the optimizer.
         depth: how many units ahead may be gathered.
         activity: what the training thread does; told of its waits.
-        ahead_bytes: how many bytes of sub-groups may be read ahead by displacing what is needed later.
+        ahead_bytes: how many bytes of sub-groups may be read ahead by displacing what is needed later; 0: none.
         backlog_bytes: how many bytes of gradients may wait for their step before backward waits for it.
     """
 
@@ -306,7 +306,7 @@ class PrefetchScheduler:
             self._look_along_steps()
 
     def _look_along_training(self) -> None:
-        orders, num_units = self._orders, 0
+        orders, num_units, has_room = self._orders, 0, True
         for ahead, access in enumerate(orders.current.upcoming()):
             if access.use is Use.GATHER:
                 unit = access.where
@@ -314,8 +314,8 @@ class PrefetchScheduler:
                 if num_units >= self._depth or self._will_change(unit, crosses) or not self._device.prefetch(unit):
                     return
                 num_units += 1
-            elif access.use is Use.GRADIENT:
-                self._prefetch_gradients(self._parts[access.where])
+            elif access.use is Use.GRADIENT and has_room:
+                has_room = self._prefetch_gradients(self._parts[access.where])
 
     def _will_change(self, unit: int, beyond_step: bool) -> bool:
         """Whether a unit will be stepped before it is gathered next."""
@@ -334,7 +334,7 @@ class PrefetchScheduler:
         num_bytes = 0
         for part in self._next_steps():
             keys = [key for key in self._orders.step_keys(part) if key in self._store]
-            displace = num_bytes <= self._ahead_bytes
+            displace = 0 < self._ahead_bytes >= num_bytes
             if not all(self._store.prefetch(key, displace=displace) for key in keys):
                 return
             num_bytes += sum(self._store.num_bytes(key) for key in keys)
@@ -347,10 +347,13 @@ class PrefetchScheduler:
         taken = set(waiting)
         yield from (part for part in self._orders.steps.upcoming() if part not in taken)
 
-    def _prefetch_gradients(self, part: Part) -> None:
-        """Bring in gradients that others will be added to, or take memory for those that will be the first."""
+    def _prefetch_gradients(self, part: Part) -> bool:
+        """Bring in gradients that others will be added to, or take memory for those that will be the first.
+
+        Returns:
+            Whether there was room: else there is none for those that come later either.
+        """
         known = [part.key(kind) for kind in (GRAD, GRAD_SUM) if part.key(kind) in self._store]
-        for key in known:
-            self._store.prefetch(key)
-        if part.stepped and not known:
-            self._store.prepare(part.key(GRAD), part.param_bytes)
+        if known or not part.stepped:
+            return all(self._store.prefetch(key) for key in known)
+        return self._store.prepare(part.key(GRAD), part.param_bytes)

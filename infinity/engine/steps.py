@@ -2,6 +2,8 @@
 
 A step has two halves. *Under backward*, where the number of backwards in a step is known
 (``Config.accumulation_steps``), sub-groups whose gradients are final are handed to the stream at once (``begin``).
+Where host memory has no room for a step beside a backward, the two take turns: backward waits there until they are
+stepped, so that their gradients need not go to NVMe and back.
 *At* ``step()``, the rest follows (``complete``), and unless steps must not overlap training, the call returns while the
 stream still works: the next forward waits for each unit as it comes to it.
 
@@ -44,11 +46,13 @@ class OptimizerSteps:
         units: all units.
         parts: all parts.
         optimizer: the user's.
-        overlaps: whether a step may run beside training.
+        overlaps: whether a step may run beside training. Else backward waits for what begins under it, and holds no
+            host memory meanwhile.
         worker: computes; it follows the training thread's number of threads, step by step.
 
     Attributes:
         overlaps: the same, as long as the optimizer allows it.
+        takes_turns: whether backward waits for what begins under it.
         before_change: called before a step changes anything; waits for who must have the state as it is.
     """
 
@@ -75,6 +79,7 @@ class OptimizerSteps:
         self._running: concurrent.futures.Future[None] | None = None
         self._error: BaseException | None = None
         self._worker = worker
+        self.takes_turns = not overlaps
         self.overlaps = overlaps
         self.before_change: Callable[[], None] = lambda: None
 
@@ -112,7 +117,11 @@ class OptimizerSteps:
         self._stream.check()
 
     def begin(self, gradients: Sequence[PartGradients]) -> None:
-        """Step parts whose gradients are final, while backward goes on with others."""
+        """Step parts whose gradients are final, while backward goes on with others, or waits.
+
+        Raises:
+            StorageError: it waits, and a shard could not be read or written.
+        """
         if not gradients:
             return
         if self._open is None:
@@ -120,6 +129,9 @@ class OptimizerSteps:
             self.before_change()
             self._open = Shadow(self._optimizer)
         self._submit(gradients, self._open, in_order_of_need=False)
+        if self.takes_turns:
+            self._loop.run(self._stream.drain())
+            self.check_errors()
 
     def interrupted(self) -> None:
         """Backward has ended early: a step that had begun under it can be neither completed nor undone."""
