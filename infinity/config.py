@@ -73,7 +73,14 @@ def _one_path_is_a_list(value: object) -> object:
     paths = [value] if isinstance(value, (str, os.PathLike)) else value
     if isinstance(paths, (list, tuple)) and any(isinstance(path, str) and not path.strip() for path in paths):
         raise ValueError("expected paths of directories, one of them is empty")
-    return paths
+    return [_home(path) for path in paths] if isinstance(paths, (list, tuple)) else paths
+
+
+def _home(path: object) -> object:
+    try:
+        return Path(path).expanduser() if isinstance(path, (str, Path)) else path
+    except RuntimeError as error:
+        raise ValueError(f"expected a path, and {str(path)!r} names no user's home") from error
 
 
 Bytes = Annotated[ByteSize, BeforeValidator(_refuse_bool_bytes), Field(ge=0)]

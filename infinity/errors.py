@@ -122,7 +122,7 @@ class DirectoryError(StorageError):
 
 
 class DirectoryInUseError(DirectoryError):
-    """Another live job owns the NVMe path."""
+    """Another live job owns the NVMe path, or somebody reads what is in it."""
 
 
 _FULL = {

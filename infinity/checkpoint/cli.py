@@ -23,6 +23,7 @@ from infinity.checkpoint.verify import verify
 from infinity.console.formats import format_bytes
 from infinity.console.output import STANDARD_OUTPUT, OutputConsole, write_json
 from infinity.engine.exporting import DtypeName, Exporter
+from infinity.engine.tensor_files import check_output
 from infinity.errors import ConfigError
 from infinity.store.pruning import Pruning
 
@@ -112,6 +113,7 @@ def export_command(
             max_file_bytes=_size("--max-shard-size", max_shard_size),
             ram_bytes=_size("--ram", ram),
         )
+        check_output(out, exporter.plan.num_bytes)
         say(console, f"commit {state.commit.manifest.number}: {format_bytes(exporter.plan.num_bytes)} into {out}")
         with Moving(console, "exporting", exporter.moved_bytes) as moving, _one_thread():
             exporter.write(out, moving.moved)

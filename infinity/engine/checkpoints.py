@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Generator, Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +14,10 @@ from infinity.engine.durability import CommitInfo
 from infinity.engine.exporting import export_weights
 from infinity.engine.stored_state import StoredState
 from infinity.engine.tensor_files import Entry
-from infinity.errors import EngineStateError, NonFiniteError, NonFiniteWarning
+from infinity.errors import ConfigError, EngineStateError, NonFiniteError, NonFiniteWarning
+from infinity.io.paths import user_path
 from infinity.store.commits import Commit
+from infinity.store.saving import check_place
 from infinity.store.stored import StoredCommit
 
 T = TypeVar("T")
@@ -94,10 +95,12 @@ class Checkpoints(Assembly):
             steps: how many optimizer steps ago it was made; 0 for one of now, ``None`` for the newest.
 
         Raises:
-            ConfigError: the run keeps no commits.
+            ConfigError: the run keeps no commits, or ``steps`` is no such number.
             NoCommitError: none is kept of that step, or none at all; the message says which are.
             StorageError: the system reported an error.
         """
+        if steps is not None and (type(steps) is not int or steps < 0):
+            raise ConfigError(f"rollback(steps): expected a number of steps, 0 or more, or None, got {steps!r}")
         self._refuse_inside("rollback")
         self._durability.join()
         return self._roll_back(self._durability.find(steps=steps))
@@ -112,14 +115,15 @@ class Checkpoints(Assembly):
             path: of the directory; a checkpoint that is there is replaced once the new one is whole.
 
         Raises:
-            DirectoryError: something else is at ``path``, or the directory that is to hold it is missing.
+            ConfigError: ``path`` is no path.
+            DirectoryError: something else is at ``path``, or the directory that is to hold it is missing, or a state's.
             EngineStateError: gradients wait for a step, which no checkpoint has.
             ModelError: a tracked object, the optimizer or a buffer holds what cannot be kept.
             StorageError: it could not be written; what was at ``path`` stays.
         """
         self._settle("save_checkpoint")
         self._refuse_gradients("save_checkpoint()")
-        return self._durability.save(self._checkpoint_saver, path)
+        return self._durability.save(self._checkpoint_saver, check_place(path))  # refused before a commit is made
 
     def load_checkpoint(self, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> int:
         """Go on from a checkpoint, or from the last commit in the NVMe directories of a run that has ended.
@@ -180,7 +184,9 @@ class Checkpoints(Assembly):
         def read(name: str) -> torch.Tensor:
             return self._reader.read(params[name], full=True) if name in params else buffers[name]
 
-        export_weights(Path(path), entries, read, tied=self._capture.tied, max_file_bytes=max_file_bytes)
+        export_weights(
+            user_path(path, "export_safetensors"), entries, read, tied=self._capture.tied, max_file_bytes=max_file_bytes
+        )
 
     @property
     def num_steps(self) -> int:

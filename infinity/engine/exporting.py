@@ -247,4 +247,4 @@ def _collect(slot: Slot, piece: Piece, so_far: torch.Tensor | None) -> torch.Ten
 
 
 def _mib(num_bytes: int) -> str:
-    return f"{-(-num_bytes // (1 << 20))} MiB"
+    return f"{-(-num_bytes // (1 << 20))} MiB" if num_bytes >= 1 << 20 else f"{num_bytes} bytes"

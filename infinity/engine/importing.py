@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from infinity.engine.tensor_files import INDEX_NAME
 from infinity.errors import StorageError, storage_error
+from infinity.io.paths import user_path
 
 _INDEXES = (INDEX_NAME, "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
@@ -32,9 +33,10 @@ def open_weights(path: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
             ``model.safetensors`` or ``pytorch_model.bin``, or several files and their index; or such an index.
 
     Raises:
+        ConfigError: that is no path.
         StorageError: there is no such file, it is none of these, or is damaged.
     """
-    given = Path(path)
+    given = user_path(path, "open_weights")
     if given.is_dir():
         found = next((given / name for name in (*_INDEXES, *_SINGLES) if (given / name).exists()), None)
         if found is None:

@@ -51,6 +51,7 @@ class _Shards:
         Raises:
             StorageError: it could not be read.
         """
+        self._commit.check_open()
         if key not in self._kept:
             self._make_room(key, purpose)
             self._kept[key] = (purpose, self._commit.read(key))
@@ -124,6 +125,9 @@ class StoredState:
             raise self._refused("a parameter is in two groups of the optimizer")
         self._check_shards()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of step {self.step}, {len(self.weights)} weights: {self.commit!r}>"
+
     def __enter__(self) -> StoredState:
         return self
 
@@ -143,7 +147,7 @@ class StoredState:
     def weights(self) -> Mapping[str, torch.Tensor]:
         """All that ``engine.state_dict()`` has, by name: parameters at full precision, and persistent buffers.
 
-        Each is read when it is asked for, and a copy on the CPU.
+        Each is read when it is asked for, and a copy on the CPU. After ``close`` that is an ``EngineStateError``.
         """
         return _Weights(self, self._full)
 
@@ -279,6 +283,7 @@ def open_checkpoint(
         number: which commit; ``None`` for the newest.
 
     Raises:
+        ConfigError: these are no paths.
         DirectoryError: there is no such directory, or a live job owns it (``DirectoryInUseError``).
         ManifestError: the commit is damaged.
         NoCommitError: there is none.
@@ -299,6 +304,7 @@ class _Weights(Mapping[str, torch.Tensor]):
         self._persistent = dict.fromkeys(state.snapshot.persistent_buffers)
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        self._state.commit.check_open()
         if name in self._persistent:
             return self._state.buffers[name].clone()
         part, position = self._state.places[self._state.snapshot.tied.get(name, name)]

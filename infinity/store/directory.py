@@ -47,10 +47,12 @@ from infinity.store.held import (
     claim,
     create,
     leads_to,
+    refuse_checkpoint,
     remove,
     replace_owner,
     typed_errors,
 )
+from infinity.store.owner import is_marked
 
 _JOB = re.compile(r"infinity-rank\d+(\.[0-9a-f]{16}\.partial)?|infinity-state-rank\d+\.[0-9a-f]{16}\.partial")
 
@@ -205,7 +207,8 @@ def open_directories(paths: Sequence[str | os.PathLike[str]], *, rank: int = 0) 
     """Open a job directory below each of ``paths``: all of them, or none.
 
     Raises:
-        DirectoryError: two paths lead to the same directory, or one cannot be used, as in ``JobDirectory.open``.
+        DirectoryError: two paths lead to the same directory, or one is a run's own or a checkpoint, or cannot be
+            used, as in ``JobDirectory.open``.
         StorageError: as in ``JobDirectory.open``.
     """
     return _open_all(paths, lambda path: JobDirectory.open(path, rank=rank))
@@ -221,6 +224,12 @@ def _open_all(paths: Sequence[str | os.PathLike[str]], open_one: Callable[[Path]
     for path in map(Path, paths):
         with typed_errors(path):
             status = path.stat()
+            refuse_checkpoint(path)
+            if is_marked(path):
+                raise DirectoryError(
+                    f"this is a directory that infinity made for a run: give the one that holds it, {path.parent}",
+                    path=path,
+                )
         inode = (status.st_dev, status.st_ino)
         if inode in seen:
             raise DirectoryError(f"NVMe paths {seen[inode]} and {path} are one directory; give it once", path=path)

@@ -14,7 +14,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from infinity.errors import (
     StorageError,
     storage_error,
 )
+from infinity.io.paths import user_path
 from infinity.store.held import LOCK
 from infinity.store.manifest import (
     COMMIT_NAME,
@@ -53,16 +54,18 @@ class CommitFile(NamedTuple):
     path: Path
 
 
-def find_directories(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
+def find_directories(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
     """The state directories that ``paths`` are, or hold.
 
     Raises:
+        ConfigError: these are no paths.
         DirectoryError: a path is missing or no directory, or holds the state directories of several ranks.
         NoCommitError: a path neither is a state directory nor holds one.
         StorageError: it could not be listed.
     """
     found: dict[Path, None] = {}
-    for path in map(Path, paths):
+    given = paths if isinstance(paths, Iterable) and not isinstance(paths, (str, bytes)) else [paths]
+    for path in [user_path(each, "a checkpoint, or the NVMe directories of a run") for each in given]:
         names = _list(path)
         if any(COMMIT_NAME.fullmatch(name) or DATA_NAME.fullmatch(name) for name in names):
             found[path.absolute()] = None

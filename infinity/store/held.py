@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.errors import DirectoryError, DirectoryInUseError, StorageError, storage_error
-from infinity.store.owner import OWNER, OWNER_PARTIAL, open_mark, read_owner, replace_owner, write_owner
+from infinity.store.manifest import COMMIT_NAME
+from infinity.store.owner import OWNER, OWNER_PARTIAL, is_marked, open_mark, read_owner, replace_owner, write_owner
 
 __all__ = [
     "MAX_ATTEMPTS",
@@ -30,6 +31,7 @@ __all__ = [
     "claim",
     "create",
     "leads_to",
+    "refuse_checkpoint",
     "remove",
     "replace_owner",
     "sync_directory",
@@ -111,7 +113,7 @@ def claim(parent: int, name: str, path: Path) -> Held | None:
 
     Raises:
         DirectoryError: it was not made by infinity.
-        DirectoryInUseError: its job is alive.
+        DirectoryInUseError: its job is alive, or somebody reads it.
     """
     partial = name.endswith(".partial")
     with contextlib.ExitStack() as stack:
@@ -136,11 +138,12 @@ def claim(parent: int, name: str, path: Path) -> Held | None:
         if lock is None or (owner is None and not partial):
             if not leads_to(parent, name, directory):
                 return None
+            refuse_checkpoint(path)
             raise _not_ours(path)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise _in_use(path, owner or {}) from error
+            raise (_being_read(path) if _is_shared(lock) else _in_use(path, owner or {})) from error
         if not (leads_to(directory, LOCK, lock) and leads_to(parent, name, directory)):
             return None
         stack.pop_all()
@@ -239,7 +242,43 @@ def _not_ours(path: Path, *, errno: int | None = None) -> DirectoryError:
     )
 
 
+def refuse_checkpoint(path: Path) -> None:
+    """Refuse to work in, or below, a saved checkpoint: it has our marker and no lock.
+
+    Raises:
+        DirectoryError: this is one.
+    """
+    if is_marked(path) and not os.path.lexists(path / LOCK) and _has_commits(path):
+        raise DirectoryError(
+            "this is a saved checkpoint, and a run would write in it: give the run an NVMe directory of its own, and "
+            "have engine.load_checkpoint() read this one, after moving it there if it is in the place of the run's",
+            path=path,
+        )
+
+
+def _has_commits(path: Path) -> bool:
+    return any(COMMIT_NAME.fullmatch(entry.name) for entry in path.iterdir())
+
+
+def _is_shared(lock: int) -> bool:
+    """Whether those who have locked it read: a job shares with nobody."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _being_read(path: Path) -> DirectoryInUseError:
+    return DirectoryInUseError(
+        "NVMe directory is being read: by infinity.open_checkpoint, engine.load_checkpoint, or infinity checkpoint "
+        "(inspect, verify, export, diff); wait until that ends, or end it",
+        path=path,
+    )
+
+
 def _in_use(path: Path, owner: dict[str, object]) -> DirectoryInUseError:
+    """What to say of a directory that somebody else has locked for himself."""
     return DirectoryInUseError(
         f"NVMe directory is in use by process {owner.get('pid')} on host {owner.get('hostname')} "
         f"since {owner.get('time')}; wait until it ends, or give another directory",

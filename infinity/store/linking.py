@@ -8,11 +8,12 @@ disk holds what a copy would need, and nothing has been copied.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from infinity.errors import DiskFullError
+from infinity.errors import DirectoryError, DiskFullError, StorageError, storage_error
 from infinity.io.completion import call_in_thread
 from infinity.io.holes import clone, punch
 from infinity.store.commits import Commit
@@ -34,10 +35,17 @@ async def link(nvme: NvmeTier, state: OpenState, commit: Commit, path: str | os.
         path: where the checkpoint is to be.
 
     Raises:
-        DirectoryError: something else is there, or the directory that is to hold it is missing.
+        DirectoryError: something else is there, or the directory that is to hold it is missing; or the run's own
+            directory is not where it was.
         StorageError: the system reported an error.
     """
+    with _typed_errors(path):
+        return await _link(nvme, state, commit, path)
+
+
+async def _link(nvme: NvmeTier, state: OpenState, commit: Commit, path: str | os.PathLike[str]) -> bool:
     volumes = list(dict.fromkeys(volume for version in commit.held.values() for volume in version.extents))
+    await call_in_thread(lambda: _check_places(volumes))
     checkpoint = await call_in_thread(lambda: NewCheckpoint(path, 0))
     try:
         if not await call_in_thread(lambda: _is_one_device(volumes, checkpoint.directory)):
@@ -61,6 +69,16 @@ async def link(nvme: NvmeTier, state: OpenState, commit: Commit, path: str | os.
         return True
     finally:
         await call_in_thread(checkpoint.close)
+
+
+def _check_places(volumes: Sequence[Volume]) -> None:
+    """Files are linked by name, and the names must be those of the files that are open."""
+    for volume in volumes:
+        if not volume.file.path.is_file():
+            raise DirectoryError(
+                "the run's NVMe directory was moved or removed while it runs: move it back",
+                path=volume.file.path.parent,
+            )
 
 
 def _is_one_device(volumes: Sequence[Volume], directory: Path) -> bool:
@@ -99,3 +117,13 @@ def _link_all(volumes: Sequence[Volume], directory: Path) -> None:
     for volume in volumes:
         assert DATA_NAME.fullmatch(volume.file.path.name)
         os.link(volume.file.path, directory / volume.file.path.name)
+
+
+@contextlib.contextmanager
+def _typed_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise storage_error("linking the checkpoint", error, path=path) from error

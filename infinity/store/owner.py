@@ -92,3 +92,19 @@ def read_owner(directory: int) -> dict[str, object] | None:
     if not isinstance(owner, dict) or owner.get("application") != "infinity" or owner.get("schema") != SCHEMA:
         return None
     return owner
+
+
+def is_marked(path: Path) -> bool:
+    """Whether there is a directory that infinity made; what may not be looked at is none.
+
+    Raises:
+        OSError: the system reported an error.
+    """
+    try:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return False
+    try:
+        return read_owner(directory) is not None
+    finally:
+        os.close(directory)

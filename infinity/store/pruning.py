@@ -20,7 +20,7 @@ from infinity.io.holes import punch
 from infinity.store.finding import CommitFile, find_directories, list_commits, read_manifest
 from infinity.store.held import LOCK, Held, claim, remove, remove_data, sync_directory
 from infinity.store.manifest import COMMIT_NAME, DATA_NAME, Manifest, tensors_name
-from infinity.store.owner import OWNER
+from infinity.store.owner import OWNER, read_owner, replace_owner
 
 Ranges = dict[str, list[tuple[int, int]]]
 """By the name of a data file: where ranges begin and end."""
@@ -140,6 +140,9 @@ class Pruning:
         if held is None:
             raise NoCommitError("the state has just been removed", path=directory)
         stack.callback(held.close)
+        owner = read_owner(held.directory) or {}
+        with contextlib.suppress(OSError):  # so that others are told who has it; a full disk is no reason not to prune
+            replace_owner(held.directory, rank if isinstance(rank := owner.get("rank"), int) else 0)
         self._held[directory] = parent, held
 
     def _remove_data(self, freed: Ranges, used: Ranges, pruned: Pruned) -> None:

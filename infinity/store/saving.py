@@ -1,7 +1,7 @@
 """``NewCheckpoint``: a state directory of its own, written shard by shard, that is there whole or not at all.
 
-It is made under a partial name beside its place and renamed when all of it is durable, so what stood in that place
-before is there until then. What is replaced must be a checkpoint of ours; anything else is refused untouched.
+It is made beside its place, and put there when all of it is durable (``partial.py``), so what stood there before stays
+until then. What is replaced must be a checkpoint of ours; anything else is refused untouched.
 
 Everything here is synchronous and belongs on a worker thread.
 """
@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
-import secrets
-import shutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from infinity.errors import DirectoryError, DiskFullError, StorageError, storage_error
-from infinity.store.held import sync_directory
+from infinity.io.backend import DIRECT_ALIGNMENT
+from infinity.io.paths import user_path
 from infinity.store.manifest import (
-    COMMIT_NAME,
-    DATA_NAME,
     Manifest,
     StoredExtent,
     StoredFile,
@@ -30,11 +29,13 @@ from infinity.store.manifest import (
     manifest_name,
     tensors_name,
 )
-from infinity.store.owner import OWNER, write_owner
+from infinity.store.owner import OWNER, is_marked
+from infinity.store.partial import PartialDirectory, is_ours
 from infinity.store.shard import ShardKey
 from infinity.store.state import new_file_name
 
 _BLOCK_BYTES = 8 << 20
+_STATE_NAME = re.compile(r"infinity-(state-)?rank\d+")
 
 
 class NewCheckpoint:
@@ -55,18 +56,19 @@ class NewCheckpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str], num_bytes: int) -> None:
-        self.path = Path(path).absolute()
-        self.directory = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.partial")
-        _refuse_strangers(self.path)
-        _refuse_too_large(self.path, num_bytes)
-        with _doing("making the checkpoint", self.directory):
-            self.directory.mkdir(0o700)
-            self._descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-            write_owner(self._descriptor, 0)
+        self.path = check_place(path)
+        with _doing("making the checkpoint", self.path):
+            self._partial = PartialDirectory(self.path)
+        self.directory = self._partial.path
         self._name = new_file_name()
         self._file: int | None = None
         self._end = 0
         self._shards: list[StoredShard] = []
+        try:
+            _refuse_too_large(self.path, num_bytes)  # without what dead ones took
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> NewCheckpoint:
         return self
@@ -78,8 +80,7 @@ class NewCheckpoint:
         """Leave nothing, unless it is complete."""
         if self._file is not None:
             os.close(self._file)
-        os.close(self._descriptor)
-        shutil.rmtree(self.directory, ignore_errors=True)  # which is there no more if all went well
+        self._partial.close()
 
     def add(self, key: ShardKey, dtype: str, generation: int, memory: memoryview) -> None:
         """Write a shard.
@@ -94,15 +95,14 @@ class NewCheckpoint:
             DiskFullError: there is no room.
             StorageError: the system reported an error.
         """
-        path = self.directory / self._name
-        with _doing("writing the checkpoint", path):
+        with _doing("writing the checkpoint", self.directory / self._name):
             if self._file is None:
-                self._file = _create(path)
+                self._file = _create(self._partial.descriptor, self._name)
             done = 0
             while done < len(memory):
                 written = os.pwrite(self._file, memory[done : done + _BLOCK_BYTES], self._end + done)
-                if written % 4096:
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                if written % DIRECT_ALIGNMENT:  # the disk is nearly full; what comes next says so
+                    _go_through_cache(self._file)
                 done += written
         extent = StoredExtent(file=0, offset=self._end, num_bytes=len(memory), checksum=checksum(memory))
         self._shards.append(
@@ -130,38 +130,66 @@ class NewCheckpoint:
         with _doing("completing the checkpoint", self.directory):
             if self._file is not None:
                 os.fdatasync(self._file)
+            directory = self._partial.descriptor
             if tensors is not None:
-                _write(self.directory / tensors_name(manifest.number), tensors)
-            _write(self.directory / manifest_name(manifest.number), encode(manifest))
-            os.fsync(self._descriptor)
+                _write(directory, tensors_name(manifest.number), tensors)
+            _write(directory, manifest_name(manifest.number), encode(manifest))
+            os.fsync(directory)
             _refuse_strangers(self.path)
-            replaced = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.partial")
-            is_replaced = self.path.exists()
-            if is_replaced:
-                self.path.rename(replaced)
-            self.directory.rename(self.path)
-            sync_directory(self.path.parent)
-            if is_replaced:
-                shutil.rmtree(replaced, ignore_errors=True)
+            self._partial.put()
 
 
-def _create(path: Path) -> int:
+def check_place(path: object) -> Path:
+    """Where a checkpoint is to be, absolute, if it may be there; nothing is changed.
+
+    Raises:
+        ConfigError: that is no path.
+        DirectoryError: something else is there, or the directory that is to hold it is missing, or infinity's own.
+        StorageError: the system reported an error.
+    """
+    place = user_path(path, "save_checkpoint").absolute()
+    if place.name in ("", ".."):
+        raise DirectoryError("expected a directory to be made, or a checkpoint to replace: give its name", path=place)
+    with _doing("looking at the place of the checkpoint", place):
+        _refuse_strangers(place)
+        if _STATE_NAME.fullmatch(place.name):
+            raise DirectoryError("this is the name of a run's own directory: give the checkpoint another", path=place)
+        parent = place.parent.resolve()
+        for each in (parent, *parent.parents):
+            if is_marked(each):
+                raise DirectoryError(
+                    f"{each} is a state directory or a checkpoint, and holds nothing else: give a path beside it",
+                    path=place,
+                )
+    return place
+
+
+def _create(directory: int, name: str) -> int:
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o600)
+        return os.open(name, flags | os.O_DIRECT, 0o600, dir_fd=directory)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
     with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    return os.open(path, flags, 0o600)
+        os.unlink(name, dir_fd=directory)
+    return os.open(name, flags, 0o600, dir_fd=directory)
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def _go_through_cache(file: int) -> None:
+    """Have a file take any number of bytes at any place."""
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def _write(directory: int, name: str, content: bytes) -> None:
+    descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=directory)
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _refuse_strangers(path: Path) -> None:
@@ -173,16 +201,12 @@ def _refuse_strangers(path: Path) -> None:
     if not os.path.lexists(path):
         return
     names = [each.name for each in path.iterdir()] if path.is_dir() and not path.is_symlink() else None
-    if names is None or OWNER not in names or not all(_is_ours(name) for name in names):
+    if names is None or OWNER not in names or not all(map(is_ours, names)):
         raise DirectoryError(
             "expected nothing here, or a checkpoint of infinity's to replace; this is something else, and stays "
             "untouched: give another path",
             path=path,
         )
-
-
-def _is_ours(name: str) -> bool:
-    return name == OWNER or bool(COMMIT_NAME.fullmatch(name) or DATA_NAME.fullmatch(name))
 
 
 def _refuse_too_large(path: Path, num_bytes: int) -> None:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from infinity.errors import (
+    EngineStateError,
     ManifestError,
     MismatchError,
     NoCommitError,
@@ -130,6 +131,11 @@ class StoredCommit:
         self.passed_over: list[StorageError] = []
         self._files: dict[int, _DataFile] = {}
         self._closing = contextlib.ExitStack()
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._is_closed else ""
+        return f"<{type(self).__name__} {self.manifest.number} of {self.path.parent}{closed}>"
 
     @classmethod
     def open(
@@ -147,14 +153,14 @@ class StoredCommit:
             lock: false for whoever owns the directories.
 
         Raises:
+            ConfigError: these are no paths.
             DirectoryError: a path is not such a directory.
             DirectoryInUseError: a live job owns one.
             ManifestError: the commit ``number`` is damaged.
             NoCommitError: there is no such commit, or none that can be used.
             StorageError: a file could not be read.
         """
-        given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-        directories = find_directories(given)
+        directories = find_directories(paths)
         with contextlib.ExitStack() as stack:
             for directory in directories if lock else ():
                 held = hold_off_jobs(directory)
@@ -177,9 +183,19 @@ class StoredCommit:
 
     def close(self) -> None:
         """Let jobs in again. Closing twice is harmless."""
+        self._is_closed = True
         while self._files:
             self._files.popitem()[1].close()
         self._closing.close()
+
+    def check_open(self) -> None:
+        """Refuse to read what may be replaced by now.
+
+        Raises:
+            EngineStateError: it was closed.
+        """
+        if self._is_closed:
+            raise EngineStateError(f"{self!r}: read what you need before it is closed, or open it again")
 
     def read(self, key: ShardKey) -> torch.Tensor:
         """A shard, whole: ``uint8``, page aligned, in memory of its own.
@@ -267,6 +283,7 @@ class StoredCommit:
             ShortTransferError: their file ends early.
             StorageError: it could not be read.
         """
+        self.check_open()
         if self.manifest.tensors is None:
             return {}
         content = read_tensors(self.manifest, self.path)
@@ -328,6 +345,7 @@ class StoredCommit:
         )
 
     def _file(self, shard: StoredShard, extent: StoredExtent) -> _DataFile:
+        self.check_open()
         if extent.file not in self._files:
             stored = self.manifest.files[extent.file]
             path = next((each / stored.name for each in self.directories if (each / stored.name).exists()), None)
