@@ -16,8 +16,10 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,7 +86,9 @@ class Training:
         return document
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Train; what that took."""
+        """Train, or write a checkpoint (``save``: where); what that took."""
+        if "save" in request:
+            return self._save(Path(request["save"]))
         seconds, losses = [], []
         for tokens, targets in itertools.islice(self._batches, request["steps"]):
             begun = time.perf_counter()
@@ -94,6 +98,15 @@ class Training:
             losses.append(loss.item())
             seconds.append(time.perf_counter() - begun)
         return {"seconds": seconds[request["settling"] :], "losses": losses, "peak_rss_bytes": peak_rss_bytes()}
+
+    def _save(self, directory: Path) -> dict[str, Any]:
+        begun = time.perf_counter()
+        self._engine.save_checkpoint(str(directory))
+        os.sync()
+        seconds = time.perf_counter() - begun
+        num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        shutil.rmtree(directory)
+        return {"seconds": seconds, "bytes": num_bytes}
 
 
 def main() -> None:

@@ -53,10 +53,14 @@ class FaultyDisk:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self._actions: Sequence[str] = ()
+        self._moved_bytes: int | None = None
         self.repair()
         self.num_failed = 0
 
-    def arm(self, *actions: str, at: int, code: int = errno.EIO, times: float = 1, moved_bytes: int | None = None) -> None:
+    def arm(
+        self, *actions: str, at: int, code: int = errno.EIO, times: float = 1, moved_bytes: int | None = None
+    ) -> None:
         """The operation ``at`` (from 0) of these fails, and ``times - 1`` more; or moves so many bytes only."""
         with self.lock:
             self._actions, self._at, self._code, self._times = actions, at, code, times
@@ -66,8 +70,7 @@ class FaultyDisk:
     def repair(self) -> None:
         """From now on all goes well."""
         with self.lock:
-            self._actions: Sequence[str] = ()
-            self._at, self._times = 0, 0.0
+            self._actions, self._at, self._times = (), 0, 0.0
             self._code, self._moved_bytes = 0, None
             self.num_seen = 0
 
@@ -141,7 +144,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyDisk]:
     files = type("Files", (FaultyFiles,), {"disk": made})
     opener = functools.partial(open_backend, syscalls=FaultySyscalls(made))
     monkeypatch.setitem(NvmeTier.open.__func__.__kwdefaults__, "open_backend", opener)  # type: ignore[attr-defined]
-    monkeypatch.setitem(open_state.__kwdefaults__, "open_files", files)
+    monkeypatch.setitem(open_state.__kwdefaults__, "open_files", files)  # type: ignore[arg-type]
     yield made
     made.repair()
 
@@ -236,6 +239,11 @@ class FailingRun:
         self.engine.backward(loss)
         self._is_left = ["step", "commit"] if self.config.durability == "checkpoint" else ["step"]
         self.finish()
+
+    def steps(self, num_steps: int) -> None:
+        """Take so many."""
+        for _ in range(num_steps):
+            self.step()
 
     def finish(self) -> None:
         """What is left to do after backward."""

@@ -1,4 +1,4 @@
-"""Signals, errors of users' code and accidents of the process under a run with commits: nothing is lost, nothing hangs."""
+"""Signals, errors of users' code and accidents of the process under a run with commits: nothing is lost or hangs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class Interrupt:
         return self._trace
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # interrupted before it is submitted
+@pytest.mark.filterwarnings(
+    "ignore:coroutine .* was never awaited:RuntimeWarning"
+)  # interrupted before it is submitted
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_any_line(tmp_path: Path, disk: FaultyDisk) -> None:  # noqa: F811
     at, num_interrupted, is_over = 1, 0, False
@@ -153,15 +155,16 @@ USERS = [in_forward, in_backward, before_the_step, after_the_step, in_a_tracked_
 
 @pytest.mark.parametrize("fail", USERS)
 def test_an_error_of_the_users_code(
-    fail: Callable[[FailingRun], Callable[[], None]], tmp_path: Path, disk: FaultyDisk  # noqa: F811
+    fail: Callable[[FailingRun], Callable[[], None]],
+    tmp_path: Path,
+    disk: FaultyDisk,  # noqa: F811
 ) -> None:
     with running(tmp_path, disk) as run:
         run.step()
         step = run.engine.commit().step
         repair = fail(run)
         with pytest.raises(PlannedError):
-            for _ in range(2):
-                run.step()
+            run.steps(2)
         repair()
         assert step <= run.check_last_commit(tmp_path) <= step + 2
         run.roll_back()
@@ -171,13 +174,17 @@ def test_an_error_of_the_users_code(
         check_state(run.engine)
 
 
+def fail_with_a_commit_pending(run: FailingRun) -> None:
+    run.step()
+    run.disk.arm("create", "rename", "unlink", at=0, times=FOR_EVER)
+    raise_planned()
+
+
 def test_the_first_error_is_the_one_that_is_shown(tmp_path: Path, disk: FaultyDisk) -> None:  # noqa: F811
     """Also where closing fails then: the commit that waits cannot be made."""
     with running(tmp_path, disk) as run:
         with pytest.raises(PlannedError), run.engine:
-            run.step()
-            disk.arm("create", "rename", "unlink", at=0, times=FOR_EVER)
-            raise_planned()
+            fail_with_a_commit_pending(run)
         assert disk.num_failed
         disk.repair()
         assert run.check_last_commit(tmp_path) == 1
@@ -201,8 +208,7 @@ def test_a_directory_that_is_removed_under_a_run(tmp_path: Path, disk: FaultyDis
             run.engine.commit()
         for _ in range(2):  # and each commit that is due says so
             with pytest.raises(StorageError, match=r"commit-.*ENOENT"):
-                for _ in range(3):
-                    run.step()
+                run.steps(3)
             run.finish()
         check_state(run.engine)
         with pytest.raises(StorageError, match="ENOENT"):

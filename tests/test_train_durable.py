@@ -1,4 +1,4 @@
-"""``infinity train`` with commits: killed, stopped or longer than planned, it ends as one that was never interrupted."""
+"""``infinity train`` with commits: killed, stopped or longer than planned, it ends as one never interrupted."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from infinity.__main__ import main
 from infinity.config import Config
 from infinity.console.interrupt import StopRequest
 from infinity.errors import ConfigError, DirectoryError
+from infinity.train.failures import DivergedError
+from infinity.train.history import _KEPT, History
 from infinity.train.run import run
 from infinity.train.settings import TrainSettings
 
@@ -75,7 +77,9 @@ class Runs:
             report = run(TrainSettings(**flags), Config(**config), Console(file=shown, width=200), stop)
         return report.as_document(), Path(flags["save"]).read_bytes(), shown.getvalue()
 
-    def command(self, step: int, number: signal.Signals, *config: str, **flags: Any) -> subprocess.CompletedProcess[str]:
+    def command(
+        self, step: int, number: signal.Signals, *config: str, **flags: Any
+    ) -> subprocess.CompletedProcess[str]:
         """One in a process of its own that gets a signal in a step."""
         given = [f"--{name.replace('_', '-')}={value}" for name, value in self.flags(**flags).items()]
         budgets = ["--device=cpu", "--hbm=1MiB", "--ram=1MiB", f"--nvme={self.nvme}"]
@@ -151,24 +155,23 @@ def test_a_state_is_not_trained_over(runs: Runs) -> None:
 def test_a_run_that_diverges_leaves_the_commit_before(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.run({"durability": "checkpoint"}, steps=2)
     monkeypatch.setattr(infinity.train.run, "train_step", lambda *_: float("nan"))
-    with pytest.raises(infinity.train.failures.DivergedError):
+    with pytest.raises(DivergedError):
         runs.run({"durability": "checkpoint", "resume": "auto"})
     monkeypatch.undo()
     assert runs.run({"durability": "checkpoint", "resume": "auto"})[0]["commit"]["resumed_step"] == 2
 
 
 def test_a_commit_of_another_program_is_refused(runs: Runs) -> None:
-    from infinity.train.history import History
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(History, "state_dict", lambda self: {**dict.fromkeys(infinity.train.history._KEPT, [])})
+        patch.setattr(History, "state_dict", lambda self: {name: [] for name in _KEPT})
         runs.run({"durability": "checkpoint"})
     with pytest.raises(ConfigError, match="not made by this command"):
         runs.run({"durability": "checkpoint", "resume": "auto"})
 
 
 @pytest.mark.parametrize(
-    ("given", "resume"), [(["--resume"], "auto"), (["--resume", "--durability=3"], "auto"), (["--resume", "must"], "must")]
+    ("given", "resume"),
+    [(["--resume"], "auto"), (["--resume", "--durability=3"], "auto"), (["--resume", "must"], "must")],
 )
 def test_resume_alone_is_auto(
     given: list[str], resume: str, runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load
 
-from infinity.errors import ModelError
+from infinity.errors import ManifestError, ModelError
 
 _PLAIN = (str, bool, type(None))
 
@@ -155,3 +156,15 @@ def _from_numpy(value: np.generic | np.ndarray[Any, Any], where: str) -> torch.T
         return torch.from_numpy(array.copy())
     except TypeError as error:
         raise ModelError(f"{where}: a numpy array of {array.dtype} cannot be kept in a checkpoint") from error
+
+
+def load_tensors(content: bytes, path: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a commit's file.
+
+    Raises:
+        ManifestError: it is no such file.
+    """
+    try:
+        return load(content)
+    except Exception as error:  # safetensors' own errors have no common class
+        raise ManifestError(f"commit cannot be used: its file of tensors cannot be read: {error}", path=path) from error

@@ -28,17 +28,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from infinity.engine.capture import Capture, Taken
 from infinity.engine.checkpoint import CheckpointSaver
-from infinity.engine.documents import Reader, Writer
+from infinity.engine.documents import Reader, Writer, load_tensors
 from infinity.engine.durability import CommitInfo, Durability
 from infinity.engine.pending import Holding, Pending
 from infinity.engine.prefetch import PrefetchScheduler
 from infinity.engine.snapshot import Snapshot, snapshot_of
 from infinity.engine.stored_state import StoredState
-from infinity.errors import EngineStateError, ManifestError, NoCommitError, UncertainCommitError
+from infinity.errors import EngineStateError, NoCommitError, UncertainCommitError
 from infinity.io.completion import call_in_thread
 from infinity.store.commits import Commit, Commits
 from infinity.store.linking import link
@@ -374,15 +374,3 @@ class Durable(Durability):
         self._recorder.record(COMMIT, "make durable", held, ended)
         self._recorder.record(COMMIT, "commit", pending.begun, ended, num_bytes=written_bytes, number=number)
         return commit, written_bytes
-
-
-def load_tensors(content: bytes, path: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a commit's file.
-
-    Raises:
-        ManifestError: it is no such file.
-    """
-    try:
-        return load(content)
-    except Exception as error:  # safetensors' own errors have no common class
-        raise ManifestError(f"commit cannot be used: its file of tensors cannot be read: {error}", path=path) from error
