@@ -1,4 +1,4 @@
-"""What a commit says, there and back: any value as a document, any manifest as a file."""
+"""What a commit says, there and back: any manifest as a file."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.engine.documents import Reader, Writer
-from infinity.errors import ManifestError, ModelError
+from infinity.errors import ManifestError
 from infinity.store.manifest import (
     Manifest,
     StoredExtent,
@@ -24,111 +21,6 @@ from infinity.store.manifest import (
     encode,
     long_checksum,
 )
-from states_on_disk import flat_bits
-
-_DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-_TENSORS = st.builds(
-    lambda dtype, shape, seed: (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype),
-    _DTYPES,
-    st.lists(st.integers(0, 3), max_size=3),
-    st.integers(0, 100),
-)
-_ARRAYS = st.sampled_from(
-    [np.arange(3.0), np.float32(2.5), np.array(7), np.zeros((0, 2), np.int16), np.array([True, False])]
-)
-_HASHABLE = st.one_of(
-    st.text(max_size=4),
-    st.integers(),
-    st.floats(allow_nan=False),
-    st.booleans(),
-    st.none(),
-    st.binary(max_size=3),
-    st.tuples(st.integers(), st.text(max_size=2)),
-)
-_LEAVES = st.one_of(
-    _HASHABLE,
-    st.floats(),
-    st.complex_numbers(),
-    st.frozensets(_HASHABLE, max_size=3),
-    st.sampled_from([torch.float32, torch.int8]),
-    _TENSORS,
-    _ARRAYS,
-)
-_VALUES = st.recursive(
-    _LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(st.one_of(st.text(max_size=4), st.sampled_from(["$tensor", "$x", "$dict"])), inner, max_size=3),
-        st.dictionaries(_HASHABLE, inner, max_size=3),
-    ),
-    max_leaves=12,
-)
-
-
-def same(first: Any, second: Any) -> bool:
-    """Equal, of the same kind, to the bit."""
-    if isinstance(first, torch.Tensor):
-        alike = isinstance(second, torch.Tensor) and (first.dtype, first.shape) == (second.dtype, second.shape)
-        return alike and flat_bits(first) == flat_bits(second)
-    if isinstance(first, (np.ndarray, np.generic)):
-        return np.asarray(first).dtype == np.asarray(second).dtype and np.array_equal(first, second)
-    if isinstance(first, (set, frozenset)):
-        return isinstance(second, set) and set(first) == second
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, dict):
-        return list(map(repr, first)) == list(map(repr, second)) and all(
-            same(a, b) for a, b in zip(first.values(), second.values(), strict=True)
-        )
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
-    return repr(first) == repr(second)
-
-
-@settings(max_examples=150, deadline=None)
-@given(value=_VALUES)
-def test_any_value_comes_back(value: Any) -> None:
-    writer = Writer()
-    document = json.loads(json.dumps(writer.write(value, "value"), allow_nan=False))
-    back = Reader(writer.tensors).read(document, "value")
-    assert same(value, back)
-    for tensor in writer.tensors.values():
-        tensor.zero_()
-    assert same(value, back), "what was read is no copy"
-
-
-class Strange:
-    pass
-
-
-@pytest.mark.parametrize("value", [Strange(), {"a": [Strange()]}, {Strange(): 1}, np.array(["a"]), Path("a")])
-def test_what_cannot_be_kept_is_refused_and_named(value: Any) -> None:
-    with pytest.raises(ModelError, match=r"state.*cannot be kept in a checkpoint"):
-        Writer().write(value, "state")
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        {"$tensor": "none"}, {"$tensor": []}, {"$set": [[1]]}, {"$dict": [1]}, {"$bytes": "?"}, {"$float": "x"},
-        {"$float": 10**400}, {"$complex": [1]}, {"$dtype": "load"}, {"$dtype": 3}, {"$other": 1},
-    ],
-)  # fmt: skip
-def test_what_is_no_document_is_refused(document: Any) -> None:
-    with pytest.raises(ModelError, match=r"state: '.*' in a checkpoint cannot be read"):
-        Reader({}).read({"a": [document]}, "state")
-
-
-def test_a_document_that_is_too_deep_is_refused() -> None:
-    deep: Any = 1
-    for _ in range(2000):
-        deep = {"$tuple": [deep]}
-    with pytest.raises(ModelError, match="nested too deeply"):
-        Reader({}).read(deep, "state")
-
-
-# Manifests
 
 _CHECKSUMS = st.integers(0, (1 << 64) - 1).map(lambda number: f"{number:016x}")
 _JSON = st.recursive(

@@ -32,11 +32,11 @@ from safetensors.torch import save
 
 from infinity.engine.capture import Capture, Taken
 from infinity.engine.checkpoint import CheckpointSaver
-from infinity.engine.documents import Reader, Writer, load_tensors
+from infinity.engine.documents import Reader, Writer
 from infinity.engine.durability import CommitInfo, Durability
 from infinity.engine.pending import Holding, Pending
 from infinity.engine.prefetch import PrefetchScheduler
-from infinity.engine.snapshot import Snapshot, snapshot_of
+from infinity.engine.snapshot import Snapshot, load_tensors, snapshot_of
 from infinity.engine.stored_state import StoredState
 from infinity.errors import EngineStateError, NoCommitError, UncertainCommitError
 from infinity.io.completion import call_in_thread
