@@ -25,6 +25,15 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.budget import Plan
 from infinity.engine.documents import Reader, Writer
+from infinity.engine.module_state import (
+    buffers_of,
+    check_buffers,
+    extra_state_names,
+    extra_states,
+    persistent_buffers_of,
+    restore_buffers,
+    restore_extra_states,
+)
 from infinity.engine.randomness import Generators
 from infinity.engine.scaling import Scaling
 from infinity.engine.snapshot import PartLayout, Snapshot, dtype_name, layout_of, same_layout, torch_dtype
@@ -42,7 +51,8 @@ class Taken:
 
     Attributes:
         groups: of the optimizer, without their parameters.
-        buffers: by name.
+        buffers: by name; ``None``: without a value.
+        extra_states: by name.
         scaling: the loss scaler's state.
         tracked: the states of what is tracked, by name.
         random: the states of generators.
@@ -50,7 +60,8 @@ class Taken:
     """
 
     groups: list[dict[str, Any]]
-    buffers: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor | None]
+    extra_states: dict[str, Any]
     scaling: dict[str, Any]
     tracked: dict[str, Any]
     random: dict[str, Any]
@@ -122,7 +133,8 @@ class Capture:
         self._groups = None
         return {
             "random": {name: writer.write(each, f"random state {name}") for name, each in state.items()},
-            "buffers": {name: writer.write(each, f"buffer {name}") for name, each in _buffers(self._module).items()},
+            "buffers": {name: writer.write(each, f"buffer {name}") for name, each in buffers_of(self._module).items()},
+            "extra_states": {name: writer.write(each, name) for name, each in extra_states(self._module).items()},
             "persistent_buffers": list(self.persistent_buffers()),
             "tracked": self.tracked.documents(writer, data=True),
         }
@@ -194,6 +206,7 @@ class Capture:
                 "tied": self.tied,
                 "buffers": taken["buffers"],
                 "persistent_buffers": taken["persistent_buffers"],
+                "extra_states": taken["extra_states"],
                 "optimizer": {
                     "class_name": type(self._optimizer).__name__,
                     "groups": taken["groups"],
@@ -221,6 +234,9 @@ class Capture:
                     f"the commit is of another model: parameter {name} has shape {theirs.get(name, 'none')} there, and "
                     f"{ours.get(name, 'none')} here; build the model as it was, or give another NVMe directory"
                 )
+        for name in set(extra_state_names(self._module)) ^ set(snapshot.extra_states):
+            where = "the commit" if name in snapshot.extra_states else "this run"
+            raise ModelError(f"the commit is of another model: only {where} has {name}; build the model as it was")
         kind = type(self._optimizer).__name__
         if snapshot.optimizer.class_name != kind:
             raise ModelError(
@@ -234,17 +250,7 @@ class Capture:
                 f"parameters, and this run of {[len(names) for names in groups]}, or of others; build the optimizer "
                 "with the groups that it had"
             )
-        self._check_buffers({name: taken.buffers[name] for name in snapshot.persistent_buffers})
-
-    def _check_buffers(self, found: Mapping[str, torch.Tensor]) -> None:
-        ours = {name: list(buffer.shape) for name, buffer in self.persistent_buffers().items()}
-        theirs = {name: list(buffer.shape) for name, buffer in found.items()}
-        for name in [*ours, *theirs]:
-            if ours.get(name) != theirs.get(name):
-                raise ModelError(
-                    f"the commit is of another model: buffer {name} has shape {theirs.get(name, 'none')} there, and "
-                    f"{ours.get(name, 'none')} here; build the model as it was, or give another NVMe directory"
-                )
+        check_buffers(self._module, taken.buffers, snapshot.persistent_buffers)
 
     def has_layout_of(self, snapshot: Snapshot) -> bool:
         """Whether shards of a commit are cut and stored like this engine's, so that they can serve as they are."""
@@ -269,6 +275,7 @@ class Capture:
         return Taken(
             [read({n: d for n, d in group.items() if n != "params"}, "group") for group in snapshot.optimizer.groups],
             read(snapshot.buffers, "buffer"),
+            read(snapshot.extra_states, "extra state"),
             read(snapshot.scaling, "loss scale"),
             read(snapshot.tracked, "tracked"),
             read(snapshot.random, "random state"),
@@ -292,13 +299,14 @@ class Capture:
         """Give back all but what the stepper knows and the random generators; ``check`` has been called."""
         self._groups = taken.groups
         self.restore_groups()
-        buffers = _buffers(self._module)
-        with torch.no_grad():
-            for name, value in taken.buffers.items():
-                if name in buffers and buffers[name].shape == value.shape:  # others are not persistent
-                    buffers[name].copy_(value)
+        self.restore_buffers(taken)
+        restore_extra_states(self._module, taken.extra_states)
         self._scaling.load_state(taken.scaling)
         self.tracked.load(taken.tracked)
+
+    def restore_buffers(self, taken: Taken) -> None:
+        """Give back buffers, which come and go with their values."""
+        restore_buffers(self._module, taken.buffers, self._units[0].device)
 
     def restore_groups(self) -> None:
         """Give hyper-parameters back again, if no step was taken since: a scheduler sets them when it is made."""
@@ -313,15 +321,13 @@ class Capture:
 
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that a state dict has, by name."""
-        found = {}
-        for prefix, module in self._module.named_modules(remove_duplicate=False):
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    found[f"{prefix}.{name}" if prefix else name] = buffer
-        return found
+        return persistent_buffers_of(self._module)
 
     def _group(self, writer: Writer, index: int) -> dict[str, Any]:
         group = self._optimizer.param_groups[index]
+        for name in group:
+            if type(name) is not str or not name.isprintable():
+                raise ModelError(f"optimizer group {index} has {name!r}, which is no name of a hyper-parameter")
         values = {
             name: writer.write(value, f"hyper-parameter {name!r} of optimizer group {index}")
             for name, value in group.items()
@@ -332,10 +338,6 @@ class Capture:
     def _find_tied(self) -> dict[str, str]:
         every = self._module.named_parameters(remove_duplicate=False)
         return {name: self._names[param] for name, param in every if self._names[param] != name}
-
-
-def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(module.named_buffers(remove_duplicate=False))
 
 
 def _versions() -> dict[str, str]:

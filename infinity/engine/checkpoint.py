@@ -147,6 +147,7 @@ class CheckpointLoader:
                 self._loop.run(self._copy(stored.commit))
                 self._capture.restore_states(snapshot, taken)
             else:
+                self._capture.restore_buffers(taken)  # so that those that have a value are the same
                 self._model_loader.load(stored.weights, strict=True)
                 self._optimizer.adopt(stored.optimizer_state_dict)
             self._capture.restore(taken)

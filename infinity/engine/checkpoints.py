@@ -45,7 +45,7 @@ class Checkpoints(Assembly):
             optimizer gets the hyper-parameters again that it had there, which a scheduler sets when it is made.
 
         Raises:
-            ModelError: it has none, or the name is another object's.
+            ModelError: it has none or is a class, or the name is no string, or another object's.
         """
         self._check_open()
         is_restored = self._capture.tracked.add(name, tracked, is_data=is_data)
@@ -72,6 +72,18 @@ class Checkpoints(Assembly):
                 yield batch
         finally:
             self._durability.at_boundary()  # the loop is left
+
+    def untrack(self, name: str) -> None:
+        """Have commits from now on keep no state by this name; one that is due included.
+
+        Args:
+            name: which ``track`` was given, or of which a resumed commit has a state that nobody asked for.
+
+        Raises:
+            ModelError: nothing is tracked by that name.
+        """
+        self._check_open()
+        self._capture.tracked.remove(name)
 
     def commit(self) -> CommitInfo:
         """Make the state of now one to which ``rollback`` and a later run return, and wait until it is durable.

@@ -1,13 +1,13 @@
 """What a module holds beside parameters, by the names of ``state_dict()``: buffers, and what ``get_extra_state`` says.
 
-Parameters are away when it is taken and given back. A module's ``get_extra_state`` and ``set_extra_state`` find ones on
-the meta device in their place: shapes and dtypes can be looked at, and what looks at values is refused by PyTorch, where
-a placeholder would have given NaN.
+Parameters are away when it is taken and given back. In their place ``get_extra_state`` and ``set_extra_state`` find
+others on the meta device: shapes and dtypes can be looked at, and PyTorch refuses to look at values, where placeholders
+would have given NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,28 +33,47 @@ def persistent_buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def restore_buffers(module: nn.Module, values: Mapping[str, Any], device: torch.device) -> None:
-    """Give buffers values that ``buffers_of`` returned.
+def check_buffers(module: nn.Module, values: Mapping[str, Any], persistent: Iterable[str]) -> None:
+    """Refuse buffers of another model: those of state dicts have to be the same, with or without a value.
 
     Args:
         module: the model.
-        values: by name.
-        device: where buffers are that had none so far.
+        values: what ``buffers_of`` returned.
+        persistent: the names of those that a state dict had.
 
     Raises:
-        ModelError: it has other buffers.
+        ModelError: it says which differs first.
+    """
+    ours = buffers_of(module)
+    for name in [*persistent_buffers_of(module), *persistent]:
+        there, here = (_shape(found, name) for found in (values, ours))
+        if there != here and "no value" not in (there, here):
+            raise ModelError(
+                f"the commit is of another model: buffer {name} has shape {there} there, and {here} here; build the "
+                "model as it was, or give another NVMe directory"
+            )
+
+
+def _shape(buffers: Mapping[str, Any], name: str) -> object:
+    buffer = buffers.get(name)
+    return list(buffer.shape) if isinstance(buffer, torch.Tensor) else "no value" if name in buffers else "none"
+
+
+def restore_buffers(module: nn.Module, values: Mapping[str, Any], device: torch.device) -> None:
+    """Give buffers the values that ``buffers_of`` returned; ``check_buffers`` has been called.
+
+    Args:
+        module: the model.
+        values: by name; of buffers that are not persistent, those that there are still.
+        device: where buffers are that had no value so far.
     """
     owners = {name: (owner, key) for name, owner, key in _registered(module)}
-    for name, value in values.items():
-        owner, key = owners.get(name, (module, ""))
-        ours = owner._buffers.get(key)
-        is_other = name not in owners or not (value is None or isinstance(value, torch.Tensor))
-        if is_other or (ours is not None and value is not None and ours.shape != value.shape):
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-            raise ModelError(f"the commit is of another model: it has a buffer {name} of {shape}")
+    for name in [name for name in values if name in owners]:
+        (owner, key), value = owners[name], values[name]
+        ours = owner._buffers[key]
         if ours is None or value is None:
             owner._buffers[key] = None if value is None else value.to(device)
-        else:
+        elif ours.shape == value.shape:
             with torch.no_grad():
                 ours.copy_(value)
 

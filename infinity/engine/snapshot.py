@@ -133,9 +133,14 @@ class Snapshot(_Record):
     """Further names of parameters that have several, each with the name that is in ``parts``."""
 
     buffers: dict[str, Any]
-    """Documents of the model's buffers by name; those that are not persistent too."""
+    """Documents of the model's buffers by name; those that are not persistent or have no value too."""
 
     persistent_buffers: list[str]
+    """Those of them that ``state_dict()`` has."""
+
+    extra_states: dict[str, Any] = Field(default_factory=dict)
+    """Documents of what modules' ``get_extra_state()`` returned, by the names in ``state_dict()``."""
+
     optimizer: OptimizerState
     random: dict[str, Any]
     """Documents of the states of random generators: ``python``, ``numpy``, ``torch``, and the device's."""

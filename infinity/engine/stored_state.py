@@ -105,7 +105,7 @@ class StoredState:
         parts: the layout, with placeholders for parameters.
         layouts: of each part, by its index.
         places: the part and position of each parameter, by name; one name for those that are tied.
-        buffers: values of all buffers by name.
+        buffers: values of all buffers that have one, by name.
         param_names: what the optimizer holds, group by group, in its order.
     """
 
@@ -118,7 +118,11 @@ class StoredState:
         self._shards = _Shards(commit, memory_bytes)
         self._reader = Reader(commit.tensors())
         self._planes_of = with_planes(self.parts)
-        self.buffers = {name: self._tensor(each, name) for name, each in self.snapshot.buffers.items()}
+        self.buffers = {
+            name: self._tensor(each, name) for name, each in self.snapshot.buffers.items() if each is not None
+        }
+        if missing := set(self.snapshot.persistent_buffers) - set(self.buffers):
+            raise self._refused(f"buffer {min(missing)} has no value")
         self.param_names = [self._names_of(index, group) for index, group in enumerate(self.snapshot.optimizer.groups)]
         held = [name for names in self.param_names for name in names]
         if len(set(held)) != len(held):
@@ -144,15 +148,15 @@ class StoredState:
         return self.snapshot.step
 
     @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """All that ``engine.state_dict()`` has, by name: parameters at full precision, and persistent buffers.
+    def weights(self) -> Mapping[str, Any]:
+        """All that ``engine.state_dict()`` has, by name: parameters at full precision, buffers, extra states.
 
         Each is read when it is asked for, and a copy on the CPU. After ``close`` that is an ``EngineStateError``.
         """
         return _Weights(self, self._full)
 
     @property
-    def compute_weights(self) -> Mapping[str, torch.Tensor]:
+    def compute_weights(self) -> Mapping[str, Any]:
         """The same with parameters in the dtype that computes."""
         return _Weights(self, self._computing)
 
@@ -297,29 +301,32 @@ def open_checkpoint(
         raise
 
 
-class _Weights(Mapping[str, torch.Tensor]):
+class _Weights(Mapping[str, Any]):
     def __init__(self, state: StoredState, read: Callable[[Part, Slot], torch.Tensor]) -> None:
         self._state = state
         self._read = read
-        self._persistent = dict.fromkeys(state.snapshot.persistent_buffers)
+        snapshot = state.snapshot
+        self._names = dict.fromkeys(
+            [*state.places, *snapshot.tied, *snapshot.persistent_buffers, *snapshot.extra_states]
+        )
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        self._state.commit.check_open()
-        if name in self._persistent:
-            return self._state.buffers[name].clone()
-        part, position = self._state.places[self._state.snapshot.tied.get(name, name)]
+    def __getitem__(self, name: str) -> Any:
+        state, snapshot = self._state, self._state.snapshot
+        if name in snapshot.extra_states:
+            return state.value(snapshot.extra_states[name], name)
+        if name in state.buffers and name in self._names:
+            return state.buffers[name].clone()
+        part, position = state.places[snapshot.tied.get(name, name)]
         return self._read(part, part.slots[position])
 
     def __contains__(self, name: object) -> bool:
-        return name in self._persistent or name in self._state.places or name in self._state.snapshot.tied
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._state.places
-        yield from self._state.snapshot.tied
-        yield from self._persistent
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._state.places) + len(self._state.snapshot.tied) + len(self._persistent)
+        return len(self._names)
 
 
 class _State(StreamedState):

@@ -41,13 +41,16 @@ class Tracked:
             is_data: whether it is a position in data; ``None``: to be told by its type.
 
         Raises:
-            ModelError: it has no state, or the name is taken.
+            ModelError: it has no state, or the name is none or is taken.
         """
+        if type(name) is not str or not name.isprintable() or not name:
+            raise ModelError(f"engine.track(): expected a name, which is the same in every run, got {name!r}")
         missing = [each for each in ("state_dict", "load_state_dict") if not callable(getattr(tracked, each, None))]
-        if missing:
+        if missing or isinstance(tracked, type):
+            got = f"the class {tracked.__name__}" if isinstance(tracked, type) else f"a {type(tracked).__name__}"
             raise ModelError(
-                f"engine.track({name!r}): expected an object with state_dict() and load_state_dict(), got a "
-                f"{type(tracked).__name__} without {missing[0]}()"
+                f"engine.track({name!r}): expected an object with state_dict() and load_state_dict(), got {got}"
+                + (f" without {missing[0]}()" if missing else " itself")
             )
         if self._objects.get(name, tracked) is not tracked:
             raise ModelError(f"engine.track({name!r}): another object is tracked by that name")
@@ -58,6 +61,19 @@ class Tracked:
             return False
         tracked.load_state_dict(self._waiting.pop(name))
         return True
+
+    def remove(self, name: str) -> None:
+        """Forget an object, or the state of one that has not been tracked.
+
+        Raises:
+            ModelError: there is none of that name.
+        """
+        if name not in self._objects and name not in self._waiting:
+            there = ", ".join(map(repr, [*self._objects, *self._waiting])) or "nothing"
+            raise ModelError(f"engine.untrack({name!r}): nothing is tracked by that name, but {there}")
+        self._objects.pop(name, None)
+        self._data.discard(name)
+        self._waiting.pop(name, None)
 
     def documents(self, writer: Writer, *, data: bool) -> dict[str, Any]:
         """The states of those that are positions in data, or of the others.
