@@ -188,7 +188,7 @@ class Expected:
 
 
 @functools.cache
-def expected(num_steps: int = 150) -> Expected:
+def expected(num_steps: int = 250) -> Expected:
     """What comes of so many steps; random numbers are left as they were."""
     found = Expected([], [], [])
     with torch.random.fork_rng():
