@@ -239,7 +239,9 @@ class StateWriter:
             buffers={name: writer.write(each, name) for name, each in buffers.items()},
             persistent_buffers=["norm.count"],
             optimizer=OptimizerState(
-                class_name="AdamW", groups=[writer.write(group, "group") for group in self.groups], small={}
+                class_name="AdamW",
+                groups=[{key: writer.write(each, key) for key, each in group.items()} for group in self.groups],
+                small={},
             ),
             random={"torch": writer.write(torch.get_rng_state(), "random"), "python": writer.write((3, (1, 2)), "r")},
             scaling={},

@@ -192,7 +192,7 @@ class Writer:
 
     def _scalar(self, value: np.generic) -> Any:
         if type(value) is np.str_:
-            return {"$numpy_str": self._str(str(value))}
+            return {"$numpy_str": self._str(str.__str__(value))}  # numpy's own leaves out zeros at the end
         if type(value) is np.bytes_:
             return {"$numpy_bytes": _text_of(bytes(value))}
         dtype = self._numpy_dtype(value.dtype)
