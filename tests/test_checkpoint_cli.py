@@ -176,8 +176,11 @@ def test_export_writes_the_chosen_commit(
     values = infinity.open_weights(out)
     wanted = writer.expected[1].weights["norm.weight"].bfloat16()
     assert flat_bits(values["norm.weight"]) == flat_bits(wanted)
+    capsys.readouterr()
     assert call(*arguments) == 2
-    assert "not empty" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "not empty" in printed.err
+    assert "into" not in printed.out
 
 
 @pytest.mark.parametrize(
@@ -186,6 +189,7 @@ def test_export_writes_the_chosen_commit(
         (["--dtype", "int8"], "--dtype: expected one of keep, fp32, bf16, fp16, got 'int8'"),
         (["--ram", "much"], "--ram: expected a size such as 512MiB"),
         (["--ram", "1MiB"], "this export needs"),
+        (["--ram", "1KB"], "got 1000 bytes"),
         (["--max-shard-size", "0"], "--max-shard-size: expected a size"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import infinity
 from durable_runs import Run, assert_same_end, files_in, trained
 from infinity import Config, ConfigError, DirectoryError, DirectoryInUseError, EngineStateError
 from infinity.store.directory import open_directories, open_state_directories
+from infinity.store.pruning import Pruning
 
 
 @pytest.mark.parametrize(
@@ -109,6 +112,10 @@ def test_who_reads_is_not_taken_for_a_job(tmp_path: Path) -> None:
     with pytest.raises(DirectoryInUseError, match="belongs to process"):
         infinity.open_checkpoint(tmp_path)
     assert_same_end(run.end(), expected)
+    owner = tmp_path / "infinity-state-rank0" / "owner.json"
+    owner.write_text(json.dumps({**json.loads(owner.read_text()), "pid": 0}))  # the last job's, which has ended
+    with Pruning([tmp_path]), pytest.raises(DirectoryInUseError, match=f"belongs to process {os.getpid()} "):
+        infinity.open_checkpoint(tmp_path)
     with (tmp_path / "infinity-state-rank0" / "lock").open() as lock:  # a start that looks leaves no lock
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -312,6 +312,7 @@ class _Weights(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         state, snapshot = self._state, self._state.snapshot
+        state.commit.check_open()
         if name in snapshot.extra_states:
             return state.value(snapshot.extra_states[name], name)
         if name in state.buffers and name in self._names:

@@ -250,8 +250,8 @@ def refuse_checkpoint(path: Path) -> None:
     """
     if is_marked(path) and not os.path.lexists(path / LOCK) and _has_commits(path):
         raise DirectoryError(
-            "this is a saved checkpoint, and a run would write in it: give the run an NVMe directory of its own, and "
-            "have engine.load_checkpoint() read this one, after moving it there if it is in the place of the run's",
+            "this is a saved checkpoint, and no place for a run to work in: give the run an NVMe directory without one "
+            "(if it was copied there, move it away), and have engine.load_checkpoint() read it",
             path=path,
         )
 
@@ -272,7 +272,7 @@ def _is_shared(lock: int) -> bool:
 def _being_read(path: Path) -> DirectoryInUseError:
     return DirectoryInUseError(
         "NVMe directory is being read: by infinity.open_checkpoint, engine.load_checkpoint, or infinity checkpoint "
-        "(inspect, verify, export, diff); wait until that ends, or end it",
+        "(verify, export, diff); wait until that ends, or end it",
         path=path,
     )
 
