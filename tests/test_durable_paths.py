@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,9 +28,12 @@ from infinity.store.pruning import Pruning
         (lambda engine: engine.save_checkpoint("sav\0ed"), "save_checkpoint: expected a path"),
         (lambda engine: engine.export_safetensors(None), "export_safetensors: expected a path"),
         (lambda engine: engine.load_checkpoint(None), "a checkpoint, or the NVMe.*expected a path.*got None"),
-        (lambda engine: infinity.open_checkpoint(None), "a checkpoint, or the NVMe.*expected a path.*got None"),
-        (lambda engine: infinity.open_checkpoint(["a", 3]), "expected a path.*got 3"),
-        (lambda engine: infinity.open_weights(None), "open_weights: expected a path.*got None"),
+        (
+            lambda engine: infinity.open_checkpoint(cast(Any, None)),
+            "a checkpoint, or the NVMe.*expected a path.*got None",
+        ),
+        (lambda engine: infinity.open_checkpoint(cast(Any, ["a", 3])), "expected a path.*got 3"),
+        (lambda engine: infinity.open_weights(cast(Any, None)), "open_weights: expected a path.*got None"),
         (lambda engine: engine.rollback("a"), "expected a number of steps.*got 'a'"),
         (lambda engine: engine.rollback(True), "expected a number of steps.*got True"),
         (lambda engine: engine.rollback(1.0), "expected a number of steps.*got 1.0"),
@@ -93,7 +96,7 @@ def test_a_run_does_not_begin_anew_inside_a_checkpoint(tmp_path: Path) -> None:
     run.end()
     shutil.copytree(tmp_path / "saved", tmp_path / "copied" / "infinity-state-rank0")
     before = files_in(tmp_path)
-    settings = {"durability": 1, "resume": "auto"}
+    settings: dict[str, Any] = {"durability": 1, "resume": "auto"}
     for path, more in ((tmp_path / "saved", settings), (tmp_path / "saved", {}), (tmp_path / "copied", settings)):
         with pytest.raises(DirectoryError, match=r"this is a saved checkpoint.*engine\.load_checkpoint"):
             Run(path, **more)

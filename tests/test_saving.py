@@ -117,8 +117,10 @@ class System:
     ``close`` always works: a process that ends closes its descriptors.
     """
 
-    CALLS = ("open", "mkdir", "rename", "unlink", "rmdir", "fsync", "fdatasync", "stat", "fstat", "scandir", "listdir")
-    CALLS += ("pwrite", "write", "statvfs")
+    CALLS = (
+        *("open", "mkdir", "rename", "unlink", "rmdir", "stat", "fstat", "scandir", "listdir", "statvfs"),
+        *("pwrite", "write", "fsync", "fdatasync"),
+    )
 
     def __init__(self, fail_at: int, error: BaseException) -> None:
         self._fail_at = fail_at
@@ -145,7 +147,7 @@ def failing(step: int, error: BaseException, path: Path, number: int) -> BaseExc
         system = System(step, error)
         for module in MODULES:
             patch.setattr(module, "os", system)
-        patch.setattr(partial_module, "exchange", system.wrap(partial_module.exchange))
+        patch.setattr(partial_module, "exchange", system.wrap(vars(partial_module)["exchange"]))
         patch.setattr(fcntl, "flock", system.wrap(fcntl.flock))
         try:
             save(path, number)
@@ -246,7 +248,8 @@ def test_what_is_not_all_ours_stays(tmp_path: Path) -> None:
 
 
 def test_directory_taken_for_a_dead_one_before_it_was_locked_is_made_again(tmp_path: Path) -> None:
-    real_flock, swept = fcntl.flock, []
+    real_flock = fcntl.flock
+    swept: list[list[str]] = []
 
     def flock(descriptor: int, operation: int) -> None:
         if not swept:
