@@ -73,7 +73,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + self.dropout(torch.relu(layer(x)))
-        return self.norm(x)
+        normed: torch.Tensor = self.norm(x)
+        return normed
 
 
 State = dict[str, Any]

@@ -113,7 +113,7 @@ class _ReadmeModel(nn.Module):
 
 
 def test_readme_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [example] = re.findall(r"^```python\n(.*?)^```$", _read("README.md"), re.MULTILINE | re.DOTALL)
+    example, *_ = re.findall(r"^```python\n(.*?)^```$", _read("README.md"), re.MULTILINE | re.DOTALL)
     for there, here in (('device="cuda"', 'device="cpu"'), ('"/mnt/nvme0"', repr(str(tmp_path)))):
         assert example.count(there) == 1
         example = example.replace(there, here)
@@ -240,3 +240,23 @@ def test_version_is_the_same_everywhere() -> None:
     [version] = re.findall(r'^version = "(.+)"$', _read("pyproject.toml"), re.MULTILINE)
     assert infinity.__version__ == version
     assert f"\n## [{version}]" in _read("CHANGELOG.md")
+
+
+def test_readme_example_of_a_durable_run_resumes(tmp_path: Path) -> None:
+    _, example = re.findall(r"^```python\n(.*?)^```$", _read("README.md"), re.MULTILINE | re.DOTALL)
+    example = example.replace("infinity.Config(...,", f"infinity.Config(device='cpu', nvme={str(tmp_path)!r},")
+    assert example.count("10_000") == 1
+    assert example.count("durability=100") == 1
+    example = example.replace("durability=100", "durability=1")
+
+    def train(num_steps: int) -> int:
+        model = _ReadmeModel()
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        names = {"infinity": infinity, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+        script = example.replace("10_000", str(num_steps))
+        exec(script, names | {"batch_of": lambda step: torch.full((2, 16), float(step))})
+        return scheduler.last_epoch
+
+    assert train(3) == 3
+    assert train(5) == 5

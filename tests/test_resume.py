@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -463,3 +464,14 @@ run.until(3)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     with infinity.open_checkpoint(tmp_path) as stored:
         assert stored.step == 3
+
+
+def test_engine_that_is_forgotten_gives_its_directory_back(tmp_path: Path) -> None:
+    run = Run(tmp_path, durability=1)
+    run.until(2)
+    run.engine.commit()
+    del run
+    gc.collect()
+    again = Run(tmp_path, durability=1, resume="must")
+    assert again.engine.num_steps == 2
+    again.end()

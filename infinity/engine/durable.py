@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import os
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -84,7 +85,7 @@ class Durable(Durability):
         self._scheduler = scheduler
         self._commits = commits
         self._state = state
-        self._capture = capture
+        self._capture_of = weakref.ref(capture)  # it has the user's objects, which lead to the engine
         self._recorder = recorder
         self._stepped = stepped
         self._every = every
@@ -92,6 +93,12 @@ class Durable(Durability):
         self._error: BaseException | None = None
         self._found: Commit | None = None
         self._first = 0  # the commit before which there is no way back
+
+    @property
+    def _capture(self) -> Capture:
+        capture = self._capture_of()
+        assert capture is not None, "the engine has been forgotten"
+        return capture
 
     def resume(self, leave: Callable[[], None]) -> bool:
         """Go on from the newest commit.
