@@ -194,8 +194,15 @@ class Config(BaseModel):
     """How many backwards make a step, not counting those in ``engine.no_sync()``. Given, and with ``overlap``,
     sub-groups are stepped under the last of them, as soon as their gradients are final: hyper-parameters must be set
     before it, and ``step()`` must follow, before the model is used, saved or given other gradients. Where ``ram`` has
-    no room for a step and a backward at the same time, backward waits for them meanwhile. ``None``, or with
-    ``max_grad_norm`` or ``fp16``: nothing is stepped before ``step()``."""
+    no room for a step and a backward at the same time, backward waits for them meanwhile. With ``max_grad_norm``,
+    ``fp16`` or ``on_nonfinite`` see ``speculation``. ``None``: nothing is stepped before ``step()``."""
+
+    speculation: Literal["auto", "off"] = "off"
+    """With ``accumulation_steps`` and ``max_grad_norm``, ``fp16`` or ``on_nonfinite``: whether sub-groups whose state
+    is on ``nvme`` are stepped under the last backward although it is not known yet if gradients will be clipped, or the
+    step skipped. If so, or if anything else comes between backward and ``step()``, they are put back and stepped again:
+    the numbers are the same. ``"off"``: they wait for ``step()``. ``"auto"``: as long as less than half of the last
+    steps were clipped or skipped; ``nvme`` then needs room for half of all weights and optimizer states more."""
 
     accumulation: Literal["auto", "horizontal", "vertical"] = "horizontal"
     """How ``engine.accumulate`` runs micro-batches. ``"horizontal"``: one after the other; parameters move once for
@@ -206,8 +213,9 @@ class Config(BaseModel):
 
     max_grad_norm: Annotated[float, Number, Field(gt=0)] | None = None
     """Clip gradients in every step as ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)`` does, to
-    the last bit; ``engine.grad_norm`` is the norm before. The norm needs all gradients, so no sub-group is stepped
-    under backward. A value larger than any norm only measures. ``None``: no clipping, and no norm."""
+    the last bit; ``engine.grad_norm`` is the norm before. The norm needs all gradients, so sub-groups are
+    stepped under backward on trial only (``speculation``). A value larger than any norm only measures. ``None``: no
+    clipping, and no norm."""
 
     durability: Literal["off", "checkpoint"] | Annotated[int, Number, Field(ge=1)] = "off"
     """``"off"``: what is on ``nvme`` ends with the run. ``"checkpoint"``: the state on ``nvme`` is kept, and
@@ -229,7 +237,8 @@ class Config(BaseModel):
     on_nonfinite: Literal["continue", "error", "rollback"] = "continue"
     """What ``step()`` does when a gradient is infinite or NaN, other than by overflow in fp16. ``"continue"``: as
     PyTorch does, step with it. ``"error"``: raise ``NonFiniteError`` before anything is stepped. ``"rollback"``: go
-    back to the last commit, and warn. Both take the norm of each gradient, so nothing is stepped under backward."""
+    back to the last commit, and warn. Both take the norm of each gradient, so sub-groups are stepped under
+    backward on trial only (``speculation``)."""
 
     io_backend: BackendName = "auto"
     """``"threads"``: direct I/O on worker threads. ``"uring"``: io_uring, which Linux may refuse to containers.

@@ -86,7 +86,7 @@ AXES_HF: dict[str, Sequence[str]] = {
     **_NUMBERS,
 }
 
-_NO_NORM_YET = "the norm is known after the last gradient only, so nothing is stepped before"
+_NO_NORM_YET = "the norm is known after the last gradient only, so nothing is stepped before but on trial"
 NEVER: dict[Pair, str] = {
     (("clipping", "max_grad_norm"), ("schedule", "under-backward")): _NO_NORM_YET,
     (("clipping", "inf-norm"), ("schedule", "under-backward")): _NO_NORM_YET + "; refused",

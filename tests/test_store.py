@@ -320,3 +320,51 @@ async def test_a_forgotten_shard_leaves_its_room_on_nvme_to_others(tmp_path: Pat
         await s.store.forget(B)  # never written
         await s.store.forget(C)
         assert s.store.resident_bytes == 0
+
+
+# Held and put back
+
+
+async def test_what_is_on_nvme_is_held_for_nothing_and_put_back(tmp_path: Path, opener: OpenBackend) -> None:
+    async with stage(tmp_path, 2, opener=opener) as s:
+        await s.put(A, 1)
+        assert s.store.hold_clean(A) is None, "newer in memory"
+        await s.store.flush()
+        written = s.store.statistics().written_bytes
+        held = s.store.hold_clean(A)
+        assert held is not None
+        assert s.store.statistics().written_bytes == written
+        await s.put(A, 2)
+        await s.store.flush()
+        await s.put(A, 3)
+        assert await s.read(A) == 3
+        await s.store.put_back(A, held)
+        assert not s.store.is_dirty(A)
+        assert await s.read(A) == 1
+        assert s.store.nvme is not None
+        assert s.store.nvme.usage().used_bytes == PAGE
+
+
+async def test_a_held_shard_comes_back_when_it_is_gone_unchanged_or_written_elsewhere(tmp_path: Path) -> None:
+    async with stage(tmp_path, 2) as s:
+        assert s.store.hold_clean(A) is None, "not there"
+        for key, value in ((A, 1), (B, 2), (C, 3)):
+            await s.put(key, value)
+        await s.store.flush()
+        held = {key: s.store.hold_clean(key) for key in (A, B, C)}
+        await s.store.forget(A)
+        await s.put(B, 20)
+        await s.store.flush()
+        await s.store.delete(B)
+        for key, version in held.items():
+            assert version is not None
+            await s.store.put_back(key, version)
+        assert [await s.read(key) for key in (A, B, C)] == [1, 2, 3]
+        assert s.store.nvme is not None
+        assert s.store.nvme.usage().used_bytes == 3 * PAGE
+
+
+async def test_without_nvme_nothing_is_held() -> None:
+    async with stage(None, 2) as s:
+        await s.put(A, 1)
+        assert s.store.hold_clean(A) is None

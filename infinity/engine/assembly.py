@@ -39,6 +39,7 @@ from infinity.engine.resume import capacity_bytes, open_for
 from infinity.engine.saved import Keeper, KeepInPlace
 from infinity.engine.scaling import scaling_for
 from infinity.engine.shadow import probe
+from infinity.engine.speculation import Speculation, Trial, pays_to_speculate, speculated_bytes
 from infinity.engine.start import Loader, check_model, convert_buffers
 from infinity.engine.steps import OptimizerSteps
 from infinity.engine.stream import StepStream
@@ -109,13 +110,15 @@ class Assembly(ABC):
             overlaps = may_overlap and self._plan.can_overlap(config.ram, uploads=device.type != "cpu")
             waits = config.max_grad_norm is not None or self._scaling.must_check()
             waits = waits or config.on_nonfinite != "continue"
-            num_backwards = config.accumulation_steps if may_overlap and not waits else None
-            self._orders = Orders(
-                self._units, self._parts, self._plan.step_keys, under_backward=num_backwards is not None
-            )
-            self._build_tiers(device)
+            num_backwards = config.accumulation_steps if may_overlap else None
+            on_trial = waits and overlaps and num_backwards is not None and pays_to_speculate(self._plan, config)
+            num_backwards = num_backwards if on_trial or not waits else None
+            for_good = num_backwards is not None and not on_trial
+            self._orders = Orders(self._units, self._parts, self._plan.step_keys, under_backward=for_good)
+            self._build_tiers(device, saved_bytes=speculated_bytes(self._plan) if on_trial else 0)
             # Where backward waits for steps, its gradients would displace what had been read for them.
             self._build_schedule(reads_ahead=overlaps or num_backwards is None)
+            self._speculation = self._speculate() if on_trial else None
             self._build_steps(optimizer, overlaps=overlaps, num_backwards=num_backwards)
             self._capture = Capture(
                 self.module,
@@ -172,7 +175,7 @@ class Assembly(ABC):
     def _load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the optimizer's state."""
 
-    def _build_tiers(self, device: torch.device) -> None:
+    def _build_tiers(self, device: torch.device, *, saved_bytes: int) -> None:
         config, resources, orders = self.config, self._resources, self._orders
         transfers = ShardSpans(self.recorder, self.unit_names)
         if config.nvme:
@@ -180,7 +183,7 @@ class Assembly(ABC):
             resources.nvme = resources.loop.run(
                 NvmeTier.open(
                     config.nvme,
-                    capacity_bytes=capacity_bytes(self._plan, config, state),
+                    capacity_bytes=capacity_bytes(self._plan, config, state, saved_bytes=saved_bytes),
                     backend_name=config.io_backend,
                     num_threads=config.io_num_threads,
                     block_bytes=config.io_block_bytes,
@@ -243,6 +246,12 @@ class Assembly(ABC):
             backlog_bytes=self.config.ram // BACKLOG_SHARE,
         )
 
+    def _speculate(self) -> Speculation:
+        begin = functools.partial(
+            Trial, self._store, self._stepper, self._stream, self._plan, self._orders, speculated_bytes(self._plan)
+        )
+        return Speculation(self._resources.loop, begin)
+
     def _build_steps(self, optimizer: torch.optim.Optimizer, *, overlaps: bool, num_backwards: int | None) -> None:
         config, loop, scaling = self.config, self._resources.loop, self._scaling
         norm_type = 2.0 if config.max_grad_norm is not None else scaling.norm_type
@@ -255,6 +264,7 @@ class Assembly(ABC):
             norms=norms,
             scaling=scaling,
             num_backwards=num_backwards,
+            on_trial=self._speculation is not None,
         )
         self._clipper = Clipper(self.module, loop, self._store, self._gradients, norms, scaling)
         self._steps = OptimizerSteps(
@@ -266,7 +276,10 @@ class Assembly(ABC):
             optimizer,
             overlaps=overlaps,
             worker=self._resources.worker,
+            speculation=self._speculation,
         )
+        if self._speculation is not None:
+            self._gradients.undo, self._speculation.reclaim = self._steps.undo, self._gradients.reclaim
 
     def _build_durability(self) -> Durability:
         config, state, nvme = self.config, self._resources.state, self._resources.nvme

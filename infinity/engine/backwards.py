@@ -18,13 +18,15 @@ class Backwards:
 
     Args:
         num_in_step: how many there are in a step, if its sub-groups are to be stepped under the last.
+        is_binding: whether there may be no more.
 
     Attributes:
         current: the number of the one that runs, or will run next; numbers only grow.
     """
 
-    def __init__(self, num_in_step: int | None) -> None:
+    def __init__(self, num_in_step: int | None, *, is_binding: bool = True) -> None:
         self.current = 1
+        self._is_binding = is_binding
         self._num_in_step = num_in_step
         self._num_done = 0  # since the last step
         self._bringing: set[int] = set()  # those under way that have brought a gradient
@@ -39,8 +41,8 @@ class Backwards:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the step has all its backwards."""
-        return self._num_in_step is not None and self._num_done >= self._num_in_step
+        """Whether the step has all its backwards, and can have no more."""
+        return self._is_binding and self._num_in_step is not None and self._num_done >= self._num_in_step
 
     @property
     def last(self) -> int:
@@ -111,7 +113,8 @@ class Backwards:
         Raises:
             EngineStateError: ``count`` are too many.
         """
-        if self._counts and self._num_in_step is not None and self._num_done + count > self._num_in_step:
+        is_limited = self._counts and self._is_binding
+        if is_limited and self._num_in_step is not None and self._num_done + count > self._num_in_step:
             raise EngineStateError(
                 f"accumulate() got {count} micro-batches, but accumulation_steps={self._num_in_step} leaves "
                 f"{self._num_in_step - self._num_done} backwards until step(); give so many, call step() first, or "
@@ -124,7 +127,7 @@ class Backwards:
         Raises:
             EngineStateError: they are.
         """
-        if self._num_in_step is not None:
+        if self._is_binding and self._num_in_step is not None:
             raise EngineStateError(
                 f"{what} with accumulation_steps={self._num_in_step}: steps begin under backward "
                 f"{self._num_in_step}, before the norm of all gradients is known; set max_grad_norm in Config, with "

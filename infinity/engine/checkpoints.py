@@ -246,6 +246,7 @@ class Checkpoints(Assembly):
         name = None if what == "continue" or self._scaling.inverses else self._clipper.find_nonfinite()
         if name is None:
             return False
+        self._steps.judge(refuted=True)
         found = f"the gradient of parameter {name} is infinite or NaN in step {self.num_steps + 1}"
         if what == "error":
             raise NonFiniteError(

@@ -8,9 +8,9 @@ step would not move, except where nobody could know in time that a norm would be
 
 Under ``bf16`` what is clipped is what is stepped: the fp32 images of the gradients, or their fp32 sums.
 
-The norm needs all gradients, so steps do not begin under backward where ``max_grad_norm`` is set: gradients wait, in
-host memory as far as they fit, on NVMe where not, and the step runs under the next forward. The same holds for plain
-PyTorch; to begin on a guess and undo it needs the old values (docs/deviations.md).
+The norm needs all gradients, so where ``max_grad_norm`` is set they wait for ``step()``, in host memory as far as they
+fit, on NVMe where not, and the step runs under the next forward; unless it begins under backward on trial, as if
+nothing was to be clipped (``speculation.py``).
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class Clipper:
         with torch.no_grad():
             factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
             if factor != 1.0:  # to multiply by 1 changes no bit
+                self._sink.undo()  # before any is scaled: an interrupt of this wait changes nothing
                 for each in gradients:
                     each.scale(factor)
         return total

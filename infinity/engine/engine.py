@@ -239,6 +239,16 @@ class Engine(Checkpoints):
         return self._scaling.num_skipped_steps
 
     @property
+    def num_trial_steps(self) -> int:
+        """Steps that began under backward before it was known whether to clip or to skip (``Config.speculation``)."""
+        return 0 if self._speculation is None else self._speculation.num_begun
+
+    @property
+    def num_undone_steps(self) -> int:
+        """Those of them that were undone: gradients were clipped or not finite, or all was needed as it had been."""
+        return 0 if self._speculation is None else self._speculation.num_undone
+
+    @property
     def num_parameters(self) -> int:
         """How many elements the model's parameters have, shared ones once."""
         return sum(slot.num_elements for part in self._parts for slot in part.slots)
@@ -335,6 +345,7 @@ class Engine(Checkpoints):
             if self.config.max_grad_norm is not None:
                 self.grad_norm = self._clipper.clip(self.config.max_grad_norm)
             self._clipper.check_finite()
+            self._steps.judge(refuted=self._scaling.skips or self._gradients.are_scaled)
             causes.append(("optimizer", time.perf_counter()))
         if self._scaling.skips:
             with signals_after():
@@ -347,6 +358,7 @@ class Engine(Checkpoints):
     def _step(self) -> None:
         with self._activity.waiting() as causes:
             with signals_after():  # a step counts if, and only if, it is taken
+                self._steps.recheck()
                 self._steps.complete(self._gradients.take())
                 self._count_step()
             self._was_taken = True

@@ -42,6 +42,7 @@ class Gatherer:
         gradients: GradientSink,
         saved: SavedTensors,
         check: Callable[[], None],
+        before_gather: Callable[[Unit], None],
         on_release: Callable[[Unit], None],
     ) -> None:
         self.passage = Passage()
@@ -51,6 +52,7 @@ class Gatherer:
         self._gradients = gradients
         self._saved = saved
         self._check = check
+        self._before_gather = before_gather
         self._on_release = on_release
 
     def bind(self, unit: Unit) -> None:
@@ -63,6 +65,7 @@ class Gatherer:
         """
         if not in_backward():
             self._check()
+        self._before_gather(unit)
         refuse_change(unit.changed_parameter())
         written = unit.written_parameter()
         if written is not None:

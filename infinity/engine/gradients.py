@@ -23,7 +23,8 @@ of all gradients. They are given back as they come (``HEAP``); later backwards f
 
 Where the number of backwards in a step is known, the last of them makes gradients *final*: those of a part are so when
 each of its parameters that requires one has got its own. ``take_final`` then hands the part over to a step that begins
-under the rest of this backward. No other gradient may come for it, and nobody may discard or replace what it had.
+under the rest of this backward. No other gradient may come for it, and nobody may discard or replace what it had. Where
+steps begin on trial, they are undone first (``undo``).
 
 Called on the thread that runs autograd's hooks; one backward runs at a time. Several may take turns (``backwards.py``):
 then whoever hands over has nothing open, and each gradient comes when those of all backwards before it have come.
@@ -31,11 +32,11 @@ then whoever hands over has nothing open, and each gradient comes when those of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from infinity.engine.arrived import Arrived
 from infinity.engine.backwards import Backwards
 from infinity.engine.norms import GradientNorms
 from infinity.engine.placeholders import Placeholders, refuse_away
@@ -50,31 +51,6 @@ from infinity.store.shard import ShardKey
 from infinity.store.store import TieredStore
 
 
-@dataclass(slots=True)
-class _Gradients:
-    """The gradients of one part since the last step.
-
-    Attributes:
-        kind: ``GRAD`` in the compute dtype, ``GRAD_SUM`` in that of sums.
-        arrived: for each slot that has a gradient, the backward that brought the latest.
-        backward: the backward that began the shard of this kind.
-        flat: the pinned shard while it is open for writing.
-        pending: slots whose gradient this backward has yet to bring.
-        exists: whether there is a shard.
-        begun: whether its step has begun under backward.
-        scales: for a slot, what its gradient has yet to be multiplied by.
-    """
-
-    kind: str = GRAD
-    arrived: dict[int, int] = field(default_factory=dict)
-    backward: int = 0
-    flat: torch.Tensor | None = None
-    pending: set[int] = field(default_factory=set)
-    exists: bool = False
-    begun: bool = False
-    scales: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-
-
 class GradientSink:
     """The gradients of all parts between two steps.
 
@@ -86,9 +62,11 @@ class GradientSink:
         norms: takes the norm of each gradient while it is at hand.
         scaling: what is to be undone on gradients before they are stepped.
         num_backwards: how many backwards there are in a step, if its sub-groups are to be stepped under the last.
+        on_trial: whether steps that begin under backward can be undone, by ``undo``.
 
     Attributes:
         backwards: which backward runs.
+        undo: undoes what has begun on trial, if anything; ``reclaim`` is then called.
     """
 
     def __init__(
@@ -101,6 +79,7 @@ class GradientSink:
         norms: GradientNorms,
         scaling: Scaling,
         num_backwards: int | None = None,
+        on_trial: bool = False,
     ) -> None:
         self._loop = loop
         self._store = store
@@ -108,10 +87,12 @@ class GradientSink:
         self._parts = parts
         self._norms = norms
         self._scaling = scaling
-        self._gradients: dict[int, _Gradients] = {}
+        self._gradients: dict[int, Arrived] = {}
         self._open_parts: dict[int, Part] = {}
         self._placeholders = Placeholders()
-        self.backwards = Backwards(num_backwards)
+        self._on_trial = on_trial
+        self.backwards = Backwards(num_backwards, is_binding=not on_trial)
+        self.undo: Callable[[], None] = lambda: None
 
     def begin_several(self, count: int) -> range:
         """So many backwards take turns from now on. Returns their numbers, for ``switch``: the order of their sums."""
@@ -136,11 +117,16 @@ class GradientSink:
             if gradients is None or gradients.begun or gradients.flat is not None:
                 continue
             positions = {i for i, slot in enumerate(part.slots) if slot.param.requires_grad}
-            are_kept = all(self._placeholders.is_on(part.slots[position]) for position in gradients.arrived)
-            if are_kept and all(gradients.arrived.get(i) == self.backwards.last for i in positions):
+            is_untouched = gradients.is_untouched(part, self._placeholders)
+            if is_untouched and all(gradients.arrived.get(i) == self.backwards.last for i in positions):
                 gradients.begun = True
-                taken.append(PartGradients(part, gradients.kind, frozenset(gradients.arrived)))
+                taken.append(gradients.hand_over(part, gradients.arrived, self._scaling.inverses))
         return taken
+
+    def reclaim(self) -> None:
+        """What had begun on trial has been undone: all gradients that were handed over wait again."""
+        for gradients in self._gradients.values():
+            gradients.begun = False
 
     def expect(self, part: Part, position: int) -> None:
         """Autograd is about to accumulate the gradient of a slot: what the user left on ``param.grad`` is honoured."""
@@ -174,7 +160,7 @@ class GradientSink:
                 f"parameter {slot.name}: got a gradient of layout {gradient.layout}, expected a dense one; "
                 "build its module with sparse=False"
             )
-        gradients = self._gradients.setdefault(part.index, _Gradients(backward=self.backwards.current))
+        gradients = self._gradients.setdefault(part.index, Arrived(backward=self.backwards.current))
         if gradients.flat is None:
             self._open(part, gradients)
         assert gradients.flat is not None
@@ -218,7 +204,7 @@ class GradientSink:
         slot = part.slots[position]
         self._refuse_more(part, slot)
         self.let_go()
-        gradients = self._gradients.setdefault(part.index, _Gradients(backward=self.backwards.current))
+        gradients = self._gradients.setdefault(part.index, Arrived(backward=self.backwards.current))
         if part.sum_dtype == part.compute_dtype or gradients.kind == GRAD_SUM:
             gradients.flat = self._pin(part, gradients)
         elif gradients.exists:
@@ -261,7 +247,7 @@ class GradientSink:
         self._loop.run(self._delete(self._parts[i].key(g.kind) for i, g in gradients.items()))
 
     def waiting(self) -> list[PartGradients]:
-        """The gradients that a step would take now: parts in order.
+        """The gradients that a step would take now: parts in order; with those whose step has begun on trial.
 
         Raises:
             ModelError: as for ``take``.
@@ -270,6 +256,11 @@ class GradientSink:
         self._refuse_changes()
         self._take_users()
         return self._waiting()
+
+    @property
+    def are_scaled(self) -> bool:
+        """Whether any has been clipped, or scaled otherwise than by the loss scale."""
+        return any(each.scales for each in self._gradients.values())
 
     def scale(self, part: Part, position: int, scale: torch.Tensor) -> None:
         """Have a gradient that waits multiplied by ``scale``, a tensor of no dimensions on the CPU, before its step."""
@@ -285,7 +276,7 @@ class GradientSink:
         self._refuse_changes()
         self.backwards.end_step()
         self._take_users()
-        taken = self._waiting()
+        taken = [each for each in self._waiting() if not self._gradients[each.part.index].begun]
         gradients, self._gradients = self._gradients, {}
         self._norms.end_step()
         for index, each in gradients.items():
@@ -303,10 +294,9 @@ class GradientSink:
         waiting, inverses = [], self._scaling.inverses
         for index, each in sorted(self._gradients.items()):
             part = self._parts[index]
-            kept = frozenset(position for position in each.arrived if self._placeholders.is_on(part.slots[position]))
-            if kept and not each.begun:
-                scales = {i: (*inverses, *each.scales.get(i, ())) for i in kept}
-                waiting.append(PartGradients(part, each.kind, kept, scales))
+            kept = [position for position in each.arrived if self._placeholders.is_on(part.slots[position])]
+            if kept:
+                waiting.append(each.hand_over(part, kept, inverses))
         return waiting
 
     def _take_users(self) -> None:
@@ -321,6 +311,9 @@ class GradientSink:
         self.let_go()
 
     def _refuse_changes(self) -> None:
+        items = self._gradients.items()
+        if any(g.begun and not g.is_untouched(self._parts[i], self._placeholders) for i, g in items):
+            self.undo()
         for index, gradients in self._gradients.items():
             for position in sorted(gradients.arrived):
                 slot = self._parts[index].slots[position]
@@ -334,7 +327,11 @@ class GradientSink:
 
     def _refuse_more(self, part: Part, slot: Slot) -> None:
         gradients = self._gradients.get(part.index)
-        if (gradients is not None and gradients.begun) or self.backwards.is_complete:
+        has_begun = gradients is not None and gradients.begun
+        if self._on_trial:
+            if has_begun:
+                self.undo()
+        elif has_begun or self.backwards.is_complete:
             num_backwards = self.backwards.num_in_step
             raise EngineStateError(
                 f"parameter {slot.name}: got another gradient after backward {num_backwards} of "
@@ -342,7 +339,7 @@ class GradientSink:
                 "set accumulation_steps to the number of backwards in a step, or leave it unset"
             )
 
-    def _open(self, part: Part, gradients: _Gradients) -> None:
+    def _open(self, part: Part, gradients: Arrived) -> None:
         self._loop.call_soon(self._scheduler.touch, Use.GRADIENT, part.index)
         try:
             gradients.flat = self._pin(part, gradients)
@@ -353,7 +350,7 @@ class GradientSink:
         self._open_parts[part.index] = part
         gradients.pending = {i for i, slot in enumerate(part.slots) if slot.param.requires_grad}
 
-    def _pin(self, part: Part, gradients: _Gradients) -> torch.Tensor:
+    def _pin(self, part: Part, gradients: Arrived) -> torch.Tensor:
         if not gradients.exists:
             return self._put(part, GRAD, part.compute_dtype)
         if gradients.kind == GRAD_SUM:
@@ -362,14 +359,14 @@ class GradientSink:
             return self._promote(part, gradients)
         return self._fetch(part, GRAD, part.compute_dtype)
 
-    def _close(self, part: Part, gradients: _Gradients) -> None:
+    def _close(self, part: Part, gradients: Arrived) -> None:
         gradients.flat = None
         gradients.pending = set()
         del self._open_parts[part.index]
         HEAP.make_room()
         self._loop.call_soon(self._release, part, gradients.kind)
 
-    def _promote(self, part: Part, gradients: _Gradients) -> torch.Tensor:
+    def _promote(self, part: Part, gradients: Arrived) -> torch.Tensor:
         narrow = self._fetch(part, GRAD, part.compute_dtype)
         try:
             wide = self._put(part, GRAD_SUM, part.sum_dtype)

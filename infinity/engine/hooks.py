@@ -81,7 +81,9 @@ class ModuleHooks:
         self._steps = steps
         self._activity = activity
         self._saved = SavedTensors(self._hold_for_node, keeper)
-        self._gatherer = Gatherer(units, scheduler, gradients, self._saved, check, self._has_been_released)
+        self._gatherer = Gatherer(
+            units, scheduler, gradients, self._saved, check, steps.before_gather, self._has_been_released
+        )
         self._passage = self._gatherer.passage
         self._saved.outer = self._passage.outer_hooks
         self._turns = self._gatherer.turns
@@ -124,8 +126,8 @@ class ModuleHooks:
         self._passage.holds.forget_reads()
         self._passage.remove_leaf_hooks()
         self._gradients.end_backward()
-        self._steps.interrupted()
         self._gatherer.release_all()
+        self._steps.interrupted()
 
     def settle(self) -> None:
         """Let go what an interrupted forward or backward still holds; nothing happens inside one that is running."""
@@ -368,9 +370,8 @@ class ModuleHooks:
     def _begin_steps(self, units: Iterable[Unit]) -> None:
         """Step what this backward will neither change nor read any more, if it is the last before a step."""
         nested = in_backward() and torch._C._current_graph_task_id() != self._passage.backward_task
-        if (
-            self._gradients.backwards.is_final and not nested
-        ):  # what a reentrant checkpoint runs inside may bring more gradients
+        # What a reentrant checkpoint runs inside may bring more gradients.
+        if self._gradients.backwards.is_final and self._steps.may_begin and not nested:
             idle = [unit for unit in units if unit.state is UnitState.RELEASED and not unit.handles]
             taken = [taken for unit in idle for taken in self._gradients.take_final(unit)]
             if taken and self._steps.takes_turns:

@@ -29,7 +29,7 @@ import torch
 
 from infinity.engine.activity import Activity
 from infinity.engine.stream import StepStream
-from infinity.engine.unit import ACTIVATION, GRAD, GRAD_SUM, PARAM, Part, Unit
+from infinity.engine.unit import ACTIVATION, GRAD, GRAD_SUM, PARAM, SAVED, Part, Unit
 from infinity.store.device import DeviceTier
 from infinity.store.loop import LoopThread
 from infinity.store.order import Access, AccessOrder, Recurrence, Reversal, Use
@@ -64,6 +64,7 @@ class Orders:
 
     Attributes:
         activations: those that are away; they are used when their unit is gathered next, the latest first.
+        on_trial: the parts that were stepped on trial: their gradients, and what was saved, are kept until the step.
         look_ahead: called when memory may have room for more; the scheduler's, once there is one.
     """
 
@@ -83,6 +84,7 @@ class Orders:
         self.evaluation = AccessOrder(self._keys_of)
         self.current = self.training
         self.activations = Reversal(self.training)
+        self.on_trial: set[int] = set()
         self.look_ahead: Callable[[], None] = lambda: None
         forward = [Access(Use.GATHER, unit.index) for unit in units]
         backward = [
@@ -108,6 +110,8 @@ class Orders:
         if key.kind == ACTIVATION:
             return self.activations.distance(key)
         part = self._part_of[key.unit, key.part]
+        if part in self.on_trial and (key.kind in (GRAD, GRAD_SUM) or key.kind.startswith(SAVED)):
+            return float(self.training.num_left)
         return min(self.training.distance(key), self.steps.distance(part))
 
     def unit_distance(self, unit: int) -> float:

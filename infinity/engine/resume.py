@@ -42,9 +42,16 @@ async def open_for(config: Config) -> OpenState | None:
     return state
 
 
-def capacity_bytes(plan: Plan, config: Config, state: OpenState | None) -> int:
-    """What NVMe is to hold: what training needs, and all commits that are kept beside it."""
-    needed = plan.nvme_bytes + config.activation_bytes
+def capacity_bytes(plan: Plan, config: Config, state: OpenState | None, *, saved_bytes: int = 0) -> int:
+    """What NVMe is to hold: what training needs, and all commits that are kept beside it.
+
+    Args:
+        plan: the sizes of all state.
+        config: what else is kept.
+        state: the commits there are.
+        saved_bytes: the most that steps on trial save.
+    """
+    needed = plan.nvme_bytes + config.activation_bytes + saved_bytes
     if state is None:
         return needed
     found = {

@@ -10,7 +10,8 @@ stream still works: the next forward waits for each unit as it comes to it.
 Hyper-parameters are those at the time of ``step()``, as in plain PyTorch: they are copied there, so that a scheduler
 may change them right after. Where a step began under backward they were copied then; a change in between is refused,
 because some sub-groups have been stepped with the old values. From ``begin`` to ``complete`` the model is in two minds,
-some of its units old and some new, so nothing may read it: ``check`` refuses that.
+some of its units old and some new, so nothing may read it: ``check`` refuses that. Where the step has begun on trial
+(``speculation.py``) nothing is refused: whoever would see a difference has it undone.
 
 An optimizer that draws random numbers, or changes its own attributes or groups while it steps, is stepped in order and
 waited for: so it finds the generator as in plain PyTorch, and whoever looks at the groups finds them stepped.
@@ -27,8 +28,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from infinity.engine.lent import signals_after
 from infinity.engine.shadow import Shadow
-from infinity.engine.stream import Job, StepStream, half_way
+from infinity.engine.speculation import Speculation
+from infinity.engine.stream import Step, StepStream, half_way
 from infinity.engine.substep import SubGroupStepper
 from infinity.engine.unit import Part, PartGradients, Unit
 from infinity.engine.worker import Worker
@@ -49,6 +52,7 @@ class OptimizerSteps:
         overlaps: whether a step may run beside training. Else backward waits for what begins under it, and holds no
             host memory meanwhile.
         worker: computes; it follows the training thread's number of threads, step by step.
+        speculation: has steps begin under backward on trial; ``None``: for good.
 
     Attributes:
         overlaps: the same, as long as the optimizer allows it.
@@ -67,6 +71,7 @@ class OptimizerSteps:
         *,
         overlaps: bool,
         worker: Worker,
+        speculation: Speculation | None = None,
     ) -> None:
         self._loop = loop
         self._stream = stream
@@ -79,6 +84,7 @@ class OptimizerSteps:
         self._running: concurrent.futures.Future[None] | None = None
         self._error: BaseException | None = None
         self._worker = worker
+        self._speculation = speculation
         self.takes_turns = not overlaps
         self.overlaps = overlaps
         self.before_change: Callable[[], None] = lambda: None
@@ -90,11 +96,12 @@ class OptimizerSteps:
         return optimizer
 
     def check(self) -> None:
-        """Refuse to go on where the state is not whole.
+        """Refuse to go on where the state is not whole; what has begun on trial is undone.
 
         Raises:
             EngineStateError: a step failed half-way, or is half-way between backward and ``step()``.
         """
+        self.undo()
         self.check_errors()
         if self._open is not None:
             raise EngineStateError(
@@ -116,6 +123,11 @@ class OptimizerSteps:
             raise half_way(self._error) from self._error
         self._stream.check()
 
+    @property
+    def may_begin(self) -> bool:
+        """Whether a step should begin as soon as gradients are final."""
+        return self._speculation is None or (self.overlaps and self._speculation.pays)
+
     def begin(self, gradients: Sequence[PartGradients]) -> None:
         """Step parts whose gradients are final, while backward goes on with others, or waits.
 
@@ -134,12 +146,42 @@ class OptimizerSteps:
             self.check_errors()
 
     def interrupted(self) -> None:
-        """Backward has ended early: a step that had begun under it can be neither completed nor undone."""
+        """Backward has ended early: a step that had begun under it cannot be completed, and undone only on trial."""
+        self.undo()
         if self._open is not None:
             self._open = None
             self._error = self._error or EngineStateError(
                 "backward was interrupted when the step had begun under it (accumulation_steps)"
             )
+
+    def undo(self) -> None:
+        """All is needed as it was before a step began on trial, if one has."""
+        if self._speculation is not None and self._open is not None:
+            with signals_after():  # an interrupt would leave some sub-groups put back and others not
+                self._speculation.undo()
+                self._open = None
+
+    def before_gather(self, unit: Unit) -> None:
+        """A unit is about to be read: what has begun on trial must not show."""
+        if self._speculation is not None and self._speculation.is_on_trial(unit.index):
+            self.undo()
+
+    def judge(self, *, refuted: bool) -> None:
+        """All norms are known, and with them whether a step on trial is, or would have been, wrong.
+
+        Raises:
+            StorageError: it could not be undone; the engine cannot go on.
+        """
+        if self._speculation is not None:
+            if refuted:
+                self.undo()
+            self._speculation.note(refuted)
+            self.check_errors()
+
+    def recheck(self) -> None:
+        """Gradients are about to be taken: undo what has begun on trial with other hyper-parameters than now."""
+        if self._open is not None and self._open.changed_hyperparameter() is not None:
+            self.undo()
 
     def check_groups(self) -> None:
         """Refuse parameter groups with parameters that the optimizer did not have at start.
@@ -171,17 +213,19 @@ class OptimizerSteps:
         self._worker.lend()
 
     def complete(self, gradients: Sequence[PartGradients]) -> None:
-        """Have the parts stepped that are left; ``end`` follows.
+        """Have the parts stepped that are left, and accept what was on trial; ``end`` follows.
 
         Raises:
             ModelError: hyper-parameters changed since the step began under backward, or the optimizer cannot be stepped
                 sub-group by sub-group.
         """
         shadow, has_begun = self._open or Shadow(self._optimizer), self._open is not None
-        if has_begun:
+        if not has_begun:
+            self._finish()
+        elif self._speculation is None:
             self._refuse_change(shadow)
         else:
-            self._finish()
+            gradients = [*self._speculation.accept(), *gradients]
         self._open, self._last = None, shadow
         if gradients or has_begun:
             self._submit(gradients, shadow, in_order_of_need=self.overlaps)
@@ -241,7 +285,10 @@ class OptimizerSteps:
             raise self._error
 
     def _submit(self, gradients: Sequence[PartGradients], shadow: Shadow, *, in_order_of_need: bool) -> None:
-        jobs = [Job(each, shadow) for each in gradients]
+        if self._speculation is not None and self._open is not None:
+            jobs = self._speculation.jobs(gradients, shadow)
+        else:
+            jobs = [Step(each, shadow) for each in gradients]
         for unit in {job.part.unit for job in jobs}:
             self._units[unit].version += 1
         self._loop.call_soon(lambda: self._stream.submit(jobs, in_order_of_need=in_order_of_need))

@@ -22,6 +22,7 @@ Everything here belongs to the loop thread.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -43,21 +44,48 @@ def half_way(error: BaseException) -> EngineStateError:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One sub-group to step.
+class Job(ABC):
+    """One sub-group that is to change.
 
     Attributes:
         gradients: its own.
-        shadow: steps it, with the hyper-parameters of its step.
     """
 
     gradients: PartGradients
-    shadow: Shadow
 
     @property
     def part(self) -> Part:
         """Which sub-group."""
         return self.gradients.part
+
+    @property
+    def backlog_bytes(self) -> int:
+        """The gradients that go with it."""
+        return self.gradients.num_bytes
+
+    @abstractmethod
+    async def run(self, stepper: SubGroupStepper, pinned: Callable[[], None]) -> None:
+        """Change it; ``pinned`` is called when all shards are in memory.
+
+        Raises:
+            ModelError: the optimizer cannot be stepped sub-group by sub-group.
+            StorageError: a shard could not be read or written.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Job):
+    """One sub-group to step.
+
+    Attributes:
+        shadow: steps it, with the hyper-parameters of its step.
+    """
+
+    shadow: Shadow
+
+    async def run(self, stepper: SubGroupStepper, pinned: Callable[[], None]) -> None:
+        """See ``SubGroupStepper.step``."""
+        await stepper.step(self.gradients, self.shadow, pinned)
 
 
 class StepStream:
@@ -137,12 +165,19 @@ class StepStream:
     @property
     def backlog_bytes(self) -> int:
         """The gradients of what waits for its turn."""
-        return sum(job.gradients.num_bytes for job in self._jobs)
+        return sum(job.backlog_bytes for job in self._jobs)
 
     async def until_backlog(self, num_bytes: int) -> None:
         """Wait until no more gradients than so many bytes wait for their turn, or the stream has ended."""
         while self.backlog_bytes > num_bytes and self.error is None:
             await self._change()
+
+    def withdraw(self) -> None:
+        """Drop what has not begun."""
+        for job in self._jobs:
+            self._pending[job.part.unit] -= 1
+        self._jobs.clear()
+        self._tell()
 
     async def drain(self) -> None:
         """Wait until nothing is on the way. What failed is left in ``error``."""
@@ -216,7 +251,7 @@ class StepStream:
     async def _step(self, job: Job) -> None:
         part = job.part
         await self._device.invalidate(part.unit)
-        await self._stepper.step(job.gradients, job.shadow, lambda: self.stepping(part))
+        await job.run(self._stepper, lambda: self.stepping(part))
 
     def _tell(self) -> None:
         changed, self._changed = self._changed, None

@@ -11,10 +11,11 @@ Arithmetic runs where a worker says (``worker.py``); the loop only moves bytes.
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,11 @@ class PartState:
     shards: dict[str, tuple[torch.dtype, set[int]]] = field(default_factory=dict)
     small: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
 
+    def copy(self) -> PartState:
+        """One that a step which leaves small states as they are does not change."""
+        shards = {name: (dtype, set(slots)) for name, (dtype, slots) in self.shards.items()}
+        return PartState(shards, defaultdict(dict, self.small))
+
 
 @dataclass(slots=True)
 class _Step:
@@ -56,6 +62,7 @@ class _Step:
         positions: the slots that are stepped.
         shadow: steps them.
         weights: the part's.
+        leaves: whether gradients and small states are left as they are.
         flats: the gradients and states that are pinned, by kind.
         scratch: memory to make states in, by their names.
         fresh: states that have no shard yet, by name and slot.
@@ -65,6 +72,7 @@ class _Step:
     positions: list[int]
     shadow: Shadow
     weights: OpenWeights
+    leaves: bool = False
     flats: dict[str, torch.Tensor] = field(default_factory=dict)
     scratch: dict[str, Scratch] = field(default_factory=dict)
     fresh: dict[str, dict[int, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
@@ -114,17 +122,20 @@ class SubGroupStepper:
         """The optimizer's state of a part."""
         return self._states[part.index]
 
-    def adopt(self, states: dict[int, PartState]) -> None:
+    def adopt(self, states: Mapping[int, PartState]) -> None:
         """Take over state that the optimizer had before, by part."""
         self._states.update(states)
 
-    async def step(self, gradients: PartGradients, shadow: Shadow, pinned: Callable[[], None]) -> None:
+    async def step(
+        self, gradients: PartGradients, shadow: Shadow, pinned: Callable[[], None], *, tentative: bool = False
+    ) -> None:
         """Step a part and delete its gradients.
 
         Args:
             gradients: the part's.
             shadow: steps the parameters, with the hyper-parameters of this step.
             pinned: called once all shards are in host memory, before anything changes.
+            tentative: it may have to be stepped again: gradients stay, and no small state is changed in place.
 
         Raises:
             ModelError: the optimizer cannot be stepped sub-group by sub-group.
@@ -132,7 +143,8 @@ class SubGroupStepper:
         """
         part, kind = gradients.part, gradients.kind
         positions = [i for i in sorted(gradients.present) if part.slots[i].param in shadow.group_of]
-        step = _Step(gradients, positions, shadow, self._format_of(part).open(self._store, part, OPTIMIZER))
+        weights = self._format_of(part).open(self._store, part, OPTIMIZER)
+        step = _Step(gradients, positions, shadow, weights, tentative)
         states = self._states[part.index].shards
         kinds = [kind, *(state_kind(name) for name in states)]
         for name, (dtype, _) in states.items():
@@ -154,7 +166,8 @@ class SubGroupStepper:
             for each in step.flats:
                 self._store.release(part.key(each), owner=OPTIMIZER, dirty=each != kind)
             await step.weights.release(changed=changed)
-        await self._store.delete(part.key(kind))
+        if not tentative:
+            await self._store.delete(part.key(kind))
 
     async def _step_runs(self, step: _Step) -> None:
         runs = iter(step.weights.runs)
@@ -229,7 +242,7 @@ class SubGroupStepper:
         """A slot's gradient in the dtype that is stepped; a copy lies in memory that the next run uses again."""
         part, gradients = step.part, step.gradients
         shard = step.flats[gradients.kind].view(gradients.dtype)
-        if gradients.dtype == part.step_dtype:
+        if gradients.dtype == part.step_dtype and not step.leaves:
             return slot.view(shard)
         num_bytes = (run.stop - run.start) * part.step_dtype.itemsize
         if self._wide.nbytes < num_bytes:
@@ -245,7 +258,8 @@ class SubGroupStepper:
                 scratch = step.scratch[name].memory if name in step.scratch else None
                 states, shard = self._state_format_of(part, dtype), step.flats[state_kind(name)]
                 live[name] = states.read(part, position, shard, run, scratch)
-        return {**state.small.get(position, {}), **live}
+        small = state.small.get(position, {})
+        return {**({name: _copy_of(value) for name, value in small.items()} if step.leaves else small), **live}
 
     def _keep_state(self, step: _Step, position: int, after: dict[str, Any]) -> None:
         """Put each state into its shard, or set it aside for a new one; what has no place in either stays in memory."""
@@ -263,6 +277,10 @@ class SubGroupStepper:
             else:
                 self._state_format_of(part, value.dtype).write(part, position, step.flats[state_kind(name)], value)
                 known[1].add(position)
+
+
+def _copy_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _detached(value: Any, memory: Iterable[torch.Tensor]) -> Any:

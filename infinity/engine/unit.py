@@ -37,11 +37,17 @@ SCRATCH = "scratch"
 GRAD = "grad"
 GRAD_SUM = "grad_sum"
 ACTIVATION = "activation"
+SAVED = "saved"
 
 
 def state_kind(name: str) -> str:
     """The kind of shard that holds one of the optimizer's states."""
     return f"state.{name}"
+
+
+def saved_kind(kind: str) -> str:
+    """The kind of shard that holds what one of another kind was."""
+    return f"{SAVED}.{kind}"
 
 
 class UnitState(enum.Enum):
@@ -192,6 +198,11 @@ class PartGradients:
     def dtype(self) -> torch.dtype:
         """What they are stored in."""
         return self.part.compute_dtype if self.kind == GRAD else self.part.sum_dtype
+
+    @property
+    def key(self) -> ShardKey:
+        """Their shard."""
+        return self.part.key(self.kind)
 
     @property
     def num_bytes(self) -> int:

@@ -23,7 +23,7 @@ from infinity.store.optimum import Touch
 from infinity.store.pool import Lease
 from infinity.store.residency import State
 from infinity.store.shard import ShardKey
-from infinity.store.versions import Held
+from infinity.store.versions import Held, Version
 
 
 class Traffic(NamedTuple):
@@ -217,6 +217,20 @@ class TieredStore:
         self._nvme.versions.restore(held)
         self._sizes = {key: version.num_bytes for key, version in held.items()}
         self._on_nvme = set(held)
+
+    def hold_clean(self, key: ShardKey) -> Version | None:
+        """Keep a shard's bytes on NVMe until ``put_back`` or ``versions.let_go``, if they are there; nothing moves."""
+        if self._nvme is None or key not in self._on_nvme or self.is_dirty(key):
+            return None
+        return self._nvme.versions.hold([key])[key]
+
+    async def put_back(self, key: ShardKey, version: Version) -> None:
+        """Give a shard, which may be gone, the bytes that ``hold_clean`` has kept. Nobody uses it."""
+        assert self._nvme is not None
+        await self.host.residency.discard(key)
+        self._nvme.versions.put_back(key, version)  # in the same turn of the loop: nobody has begun to read in between
+        self._sizes[key] = version.num_bytes
+        self._on_nvme.add(key)
 
     def is_dirty(self, key: ShardKey) -> bool:
         """Whether the resident copy is newer than NVMe's."""

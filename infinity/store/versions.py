@@ -208,6 +208,19 @@ class Versions:
         before, self.live = self.live, dict(held)
         self.let_go(before)
 
+    def put_back(self, key: ShardKey, version: Version) -> None:
+        """Make held bytes one shard's again, and hold them no longer.
+
+        Raises:
+            EngineStateError: a write of the shard is under way.
+        """
+        before = self.live.get(key)
+        if before is not None and before.writing:
+            raise under_way(key, "restore")
+        if before is not None:
+            self.put_down(before)
+        self.live[key] = version
+
     def adopt(self, manifest: Manifest, *, doubtful: bool) -> Held:
         """Take over the shards of a commit that was found at start: held, as by ``hold``.
 
