@@ -203,8 +203,7 @@ def test_clipping_by_the_configuration(
     monkeypatch.setattr(PartShelf, "look", lambda *args: pytest.fail("gradients were read back for their norm"))
     monkeypatch.setattr(OptimizerSteps, "begin", begin_nothing)
     case = Parity(GPT, adamw, configured(num_backwards), precision)
-    fields = {"accumulation_steps": num_backwards if known else None, "speculation": "off"}
-    config = getattr(case, budgets)(tmp_path, **fields)
+    config = getattr(case, budgets)(tmp_path, accumulation_steps=num_backwards if known else None)
     model, user = build(GPT, adamw)
     with infinity.initialize(model, user, config.model_copy(update={"max_grad_norm": 0.5})) as engine:
         norms = []

@@ -57,7 +57,7 @@ def test_numbers_are_those_of_plain_pytorch_with_another_number_of_backwards_in_
 
     case = Parity(GPT, adamw, script, precision)
     for budgets in ("smallest", "half", "resident"):
-        case.check(getattr(case, budgets)(tmp_path, accumulation_steps=accumulation_steps, speculation="off"))
+        case.check(getattr(case, budgets)(tmp_path, accumulation_steps=accumulation_steps))
     assert (True in began) == (accumulation_steps == 1 and precision != "fp16")
 
 

@@ -313,7 +313,9 @@ def test_an_interrupted_backward_has_stepped_nothing(error: type[BaseException],
 
 def start(tmp_path: Path, precision: str = "fp32", **fields: Any) -> Engine:
     case = Parity(gpt, adamw, lambda trainer: None, precision, max_grad_norm=1.0)
-    return infinity.initialize(*build(gpt, adamw), case.blockwise(tmp_path, **{"accumulation_steps": 1, "speculation": "auto", **fields}))
+    return infinity.initialize(
+        *build(gpt, adamw), case.blockwise(tmp_path, **{"accumulation_steps": 1, "speculation": "auto", **fields})
+    )
 
 
 def backward(engine: Engine, seed: int, factor: float = FINE) -> None:
@@ -355,6 +357,10 @@ def test_nothing_stays_saved_and_nothing_is_written_where_it_is_held(tmp_path: P
             assert not [key for key in engine._store._sizes if key.kind.startswith("saved")]
             assert not engine._orders.on_trial
         assert engine.num_undone_steps == 2
+
+
+def test_it_has_to_be_asked_for() -> None:
+    assert infinity.Config().speculation == "off"
 
 
 def test_room_is_made_for_what_may_be_saved(tmp_path: Path) -> None:
