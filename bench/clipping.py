@@ -107,7 +107,6 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> tuple[dict[str, Any
     shape = shape_of(arguments)
     parameters = num_parameters(shape)
     require_room(scratch, disk_bytes=2 * FILE_BYTES * parameters, memory_bytes=MEMORY_BYTES * parameters)
-    rows = [row for rate in RATES for row in _measure_rate(arguments, shape, parameters, rate, scratch)]
     document: dict[str, Any] = {
         "machine": machine(),
         "model": shape_fields(shape),
@@ -117,14 +116,17 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> tuple[dict[str, Any
         "ram_share": arguments.ram_share,
         "rounds": arguments.rounds,
         "steps_per_round": arguments.steps,
-        "rows": rows,
+        "rows": [],
     }
+    print_head(document)
+    for rate in RATES:
+        for row in _measure_rate(arguments, shape, rate, scratch):
+            document["rows"].append(row)
+            print_row(row)
     return document, checks_of(document)
 
 
-def _measure_rate(
-    arguments: argparse.Namespace, shape: GPTShape, parameters: int, rate: float, scratch: Path
-) -> list[dict[str, Any]]:
+def _measure_rate(arguments: argparse.Namespace, shape: GPTShape, rate: float, scratch: Path) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=scratch) as directory:
         runners = {mode: Runner(make_engine(shape, _config(arguments, shape, Path(directory), mode))) for mode in MODES}
         sources = {mode: batches(arguments.work, shape.vocab_size) for mode in MODES}
@@ -185,27 +187,28 @@ def checks_of(document: dict[str, Any]) -> list[Check]:
     return [Check("losses, norms and weights bitwise those of waiting", float(same), ">=", 1.0, "of all")]
 
 
-def print_table(document: dict[str, Any]) -> None:
-    """The document for a person."""
+def print_head(document: dict[str, Any]) -> None:
+    """What is measured, and the head of the table."""
     print(
         f"{document['parameters'] / 1e6:.1f}M parameters, {document['precision']}, host memory for "
         f"{document['ram_share']:.0%} of the state; {document['work']} tokens; {document['rounds']} rounds of "
         f"{document['steps_per_round']} steps; medians (least-largest) of steps, and of steps over those of waiting"
     )
+    columns = f"{'step s':>20}{'mean':>7}{'x waiting':>20}{'read':>8}{'written':>8} GB{'tried':>8}{'undone':>8}"
+    print(f"{'clipped':>8}  {'speculation':12}{columns}", flush=True)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """One rate and mode."""
+    step, ratio = row["step_seconds"], row["over_waiting"]
     print(
-        f"{'clipped':>8}  {'speculation':12}{'step s':>20}{'mean':>7}{'x waiting':>20}{'read':>8}{'written':>8} GB",
-        end="",
+        f"{row['rate']:>8.0%}  {row['speculation']:12}"
+        f"{step['median']:8.2f} ({step['min']:.2f}-{step['max']:.2f}){row['mean_seconds']:7.2f}"
+        f"{ratio['median']:8.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})"
+        f"{row['read_bytes'] / GB:8.3f}{row['written_bytes'] / GB:8.3f}   "
+        f"{row['num_trial_steps']:>8}{row['num_undone_steps']:>8}",
+        flush=True,
     )
-    print(f"{'tried':>8}{'undone':>8}")
-    for row in document["rows"]:
-        step, ratio = row["step_seconds"], row["over_waiting"]
-        print(
-            f"{row['rate']:>8.0%}  {row['speculation']:12}"
-            f"{step['median']:8.2f} ({step['min']:.2f}-{step['max']:.2f}){row['mean_seconds']:7.2f}"
-            f"{ratio['median']:8.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})"
-            f"{row['read_bytes'] / GB:8.3f}{row['written_bytes'] / GB:8.3f}   "
-            f"{row['num_trial_steps']:>8}{row['num_undone_steps']:>8}"
-        )
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -235,7 +238,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_on_sigterm()
     with tempfile.TemporaryDirectory(dir=arguments.nvme, prefix="infinity-clipping-") as scratch:
         document, checks = measure(arguments, Path(scratch))
-    print_table(document)
     print_checks(checks)
     if arguments.json is not None:
         document["checks"] = [check.as_dict() for check in checks]
