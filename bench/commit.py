@@ -44,8 +44,8 @@ from lib_work import (
 from lib_worker import Worker, WorkerError
 
 from infinity.config import Config
-from infinity.engine.durability import CommitInfo
 from infinity.engine.engine import Engine
+from infinity.engine.persistence.durability import CommitInfo
 from infinity.train.model import GPTShape
 
 SHAPE = GPTShape(num_layers=12, hidden_size=896, num_heads=14, seq_length=128, vocab_size=8192)

@@ -31,8 +31,8 @@ from pydantic import ByteSize, TypeAdapter
 
 import infinity
 from infinity.console.formats import format_bytes
+from infinity.engine.persistence.snapshot import OptimizerState, PartLayout, SlotLayout, Snapshot, WeightsAs
 from infinity.engine.planes import Residuals, split
-from infinity.engine.snapshot import OptimizerState, PartLayout, SlotLayout, Snapshot, WeightsAs
 from infinity.engine.unit import MASTER, PARAM, PART_ALIGNMENT, RESIDUAL
 from infinity.io.memory import allocate, as_bytes
 from infinity.store.manifest import Manifest

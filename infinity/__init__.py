@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinity.config import Config
     from infinity.engine.deferred import deferred_init
-    from infinity.engine.durability import CommitInfo
     from infinity.engine.engine import Engine
-    from infinity.engine.importing import open_weights
     from infinity.engine.initialize import initialize
-    from infinity.engine.stored_state import StoredState, open_checkpoint
+    from infinity.engine.persistence.durability import CommitInfo
+    from infinity.engine.persistence.importing import open_weights
+    from infinity.engine.persistence.stored_state import StoredState, open_checkpoint
     from infinity.errors import (
         BudgetError,
         ConfigError,
@@ -79,7 +79,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BudgetError": "infinity.errors",
-    "CommitInfo": "infinity.engine.durability",
+    "CommitInfo": "infinity.engine.persistence.durability",
     "Config": "infinity.config",
     "ConfigError": "infinity.errors",
     "DirectoryError": "infinity.errors",
@@ -99,7 +99,7 @@ _HOMES = {
     "ShortTransferError": "infinity.errors",
     "StepStats": "infinity.trace.stats",
     "StorageError": "infinity.errors",
-    "StoredState": "infinity.engine.stored_state",
+    "StoredState": "infinity.engine.persistence.stored_state",
     "TierUsage": "infinity.trace.stats",
     "TiledEmbedding": "infinity.nn.embedding",
     "TiledLinear": "infinity.nn.linear",
@@ -107,8 +107,8 @@ _HOMES = {
     "UnitStats": "infinity.trace.stats",
     "deferred_init": "infinity.engine.deferred",
     "initialize": "infinity.engine.initialize",
-    "open_checkpoint": "infinity.engine.stored_state",
-    "open_weights": "infinity.engine.importing",
+    "open_checkpoint": "infinity.engine.persistence.stored_state",
+    "open_weights": "infinity.engine.persistence.importing",
     "tile_large_layers": "infinity.nn.replace",
     "tiled_cross_entropy": "infinity.nn.loss",
 }

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from infinity.engine.pieces import Pieces
-from infinity.engine.stored_state import StoredState
+from infinity.engine.persistence.pieces import Pieces
+from infinity.engine.persistence.stored_state import StoredState
 from infinity.errors import InfinityError
 from infinity.store.manifest import decode, encode, long_checksum, manifest_name, tensors_name
 from infinity.store.stored import StoredCommit

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from safetensors.torch import save as save_tensors
 
-from infinity.engine.documents import Writer
-from infinity.engine.planes import NO_EXCEPTIONS, Residuals, join, split, split_exactly
-from infinity.engine.snapshot import (
+from infinity.engine.persistence.documents import Writer
+from infinity.engine.persistence.snapshot import (
     OptimizerState,
     PartLayout,
     SlotLayout,
@@ -27,6 +26,7 @@ from infinity.engine.snapshot import (
     parts_of,
     torch_dtype,
 )
+from infinity.engine.planes import NO_EXCEPTIONS, Residuals, join, split, split_exactly
 from infinity.engine.states import states_as
 from infinity.engine.unit import MASTER, PARAM, RESIDUAL, SLOT_ALIGNMENT, UPPER, Part, state_kind
 from infinity.store.manifest import (

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import infinity
 import infinity.__main__ as command_line
-from infinity.engine.stored_state import StoredState
+from infinity.engine.persistence.stored_state import StoredState
 from infinity.store import pruning
 from infinity.store.manifest import manifest_name, tensors_name
 from infinity.store.shard import ShardKey
@@ -205,7 +205,7 @@ def test_export_refuses(
 SLOW_EXPORT = """
 import os, sys, time
 import infinity.__main__ as command_line
-from infinity.engine import exporting
+from infinity.engine.persistence import exporting
 wrote = exporting.TensorFiles.write
 def write(*arguments):
     wrote(*arguments)

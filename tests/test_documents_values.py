@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import nn
 
-from infinity.engine.documents import Reader, Writer
-from infinity.engine.snapshot import OptimizerState, Snapshot, snapshot_of
+from infinity.engine.persistence.documents import Reader, Writer
+from infinity.engine.persistence.snapshot import OptimizerState, Snapshot, snapshot_of
 from infinity.errors import ModelError
 from infinity.store.manifest import Manifest, decode, encode
 

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 import infinity
-from infinity.engine.exporting import DtypeName, Exporter
-from infinity.engine.optimizer_file import OPTIMIZER_NAME
-from infinity.engine.pieces import Pieces
-from infinity.engine.stored_state import StoredState
-from infinity.engine.tensor_files import INDEX_NAME, Entry, plan_files
+from infinity.engine.persistence.exporting import DtypeName, Exporter
+from infinity.engine.persistence.optimizer_file import OPTIMIZER_NAME
+from infinity.engine.persistence.pieces import Pieces
+from infinity.engine.persistence.stored_state import StoredState
+from infinity.engine.persistence.tensor_files import INDEX_NAME, Entry, plan_files
 from infinity.errors import (
     BudgetError,
     DirectoryError,

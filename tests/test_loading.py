@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 import parity_models as models
 from infinity import Engine, ModelError, StorageError
-from infinity.engine.streamed import StreamedState
+from infinity.engine.persistence.streamed import StreamedState
 from infinity.store.store import TieredStore
 from parity import assert_same, build, same_bits, tiny_scale
 from parity_models import GPT

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.engine.stored_state import StoredState
+from infinity.engine.persistence.stored_state import StoredState
 from infinity.errors import (
     DirectoryError,
     DirectoryInUseError,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from infinity.engine.stored_state import StoredState
+from infinity.engine.persistence.stored_state import StoredState
 from infinity.store.stored import StoredCommit
 
 _NUMBERED = re.compile(r"(?P<path>.+)@(?P<number>\d{1,15})")

@@ -22,8 +22,8 @@ from infinity.checkpoint.moving import Moving, format_moved
 from infinity.checkpoint.verify import verify
 from infinity.console.formats import format_bytes
 from infinity.console.output import STANDARD_OUTPUT, OutputConsole, write_json
-from infinity.engine.exporting import DtypeName, Exporter
-from infinity.engine.tensor_files import check_output
+from infinity.engine.persistence.exporting import DtypeName, Exporter
+from infinity.engine.persistence.tensor_files import check_output
 from infinity.errors import ConfigError
 from infinity.store.pruning import Pruning
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.describe import plain
-from infinity.engine.stored_state import StoredState
+from infinity.engine.persistence.stored_state import StoredState
 
 _ELEMENTS_AT_ONCE = 1 << 20
 

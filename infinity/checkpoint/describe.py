@@ -12,8 +12,8 @@ from rich.console import Console
 
 from infinity.checkpoint.arguments import opened
 from infinity.console.formats import format_bytes
-from infinity.engine.snapshot import dtype_name
-from infinity.engine.stored_state import StoredState
+from infinity.engine.persistence.snapshot import dtype_name
+from infinity.engine.persistence.stored_state import StoredState
 from infinity.errors import StorageError
 from infinity.store.finding import find_directories, list_commits, read_manifest
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from infinity.checkpoint.moving import Moving
-from infinity.engine.stored_state import StoredState
+from infinity.engine.persistence.stored_state import StoredState
 from infinity.errors import DirectoryError, InfinityError, NoCommitError, ShortTransferError, StorageError
 from infinity.io.memory import allocate, as_bytes
 from infinity.store.finding import find_directories, list_commits

@@ -17,25 +17,25 @@ from infinity.engine.accumulation import Accumulation, Horizontal
 from infinity.engine.activations import ActivationShards, Offload
 from infinity.engine.activity import Activity
 from infinity.engine.budget import plan_for, plan_within
-from infinity.engine.capture import Capture
-from infinity.engine.checkpoint import CheckpointLoader, CheckpointSaver
 from infinity.engine.clipping import Clipper
 from infinity.engine.compiled import CompiledBlocks, check_compiling
-from infinity.engine.durability import Durability, Scratch
-from infinity.engine.durable import Durable
 from infinity.engine.gradients import GradientSink
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.loading import ModelLoader
 from infinity.engine.norms import GradientNorms
 from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.optimizer_loading import OptimizerLoader
+from infinity.engine.persistence.capture import Capture
+from infinity.engine.persistence.checkpoint import CheckpointLoader, CheckpointSaver
+from infinity.engine.persistence.durability import Durability, Scratch
+from infinity.engine.persistence.durable import Durable
+from infinity.engine.persistence.resume import capacity_bytes, open_for
 from infinity.engine.precision import precision_of
 from infinity.engine.prefetch import BACKLOG_SHARE, Orders, PrefetchScheduler
 from infinity.engine.randomness import Generators
 from infinity.engine.recompute import Recomputation
 from infinity.engine.refusals import Refusals
 from infinity.engine.resources import Resources
-from infinity.engine.resume import capacity_bytes, open_for
 from infinity.engine.saved import Keeper, KeepInPlace
 from infinity.engine.scaling import scaling_for
 from infinity.engine.shadow import probe

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 
 from infinity.engine.assembly import Assembly
-from infinity.engine.durability import CommitInfo
-from infinity.engine.exporting import export_weights
-from infinity.engine.stored_state import StoredState
-from infinity.engine.tensor_files import Entry
+from infinity.engine.persistence.durability import CommitInfo
+from infinity.engine.persistence.exporting import export_weights
+from infinity.engine.persistence.stored_state import StoredState
+from infinity.engine.persistence.tensor_files import Entry
 from infinity.errors import ConfigError, EngineStateError, NonFiniteError, NonFiniteWarning
 from infinity.io.paths import user_path
 from infinity.store.commits import Commit

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from infinity.engine.incoming import check_tensor
+from infinity.engine.persistence.streamed import StreamedState
 from infinity.engine.shadow import GUESSED, PATCHED, is_shard, probe
 from infinity.engine.start import Loader
-from infinity.engine.streamed import StreamedState
 from infinity.engine.substep import SubGroupStepper
 from infinity.engine.unit import Part, Slot, state_kind
 from infinity.errors import ModelError

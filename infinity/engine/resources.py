@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from infinity.engine.compiled import CompiledBlocks
-from infinity.engine.durability import Durability
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.lent import LentThread
+from infinity.engine.persistence.durability import Durability
 from infinity.engine.refusals import Refusals
 from infinity.engine.stream import StepStream
 from infinity.engine.worker import OptimizerThread, Worker

@@ -156,7 +156,7 @@ class Manifest(_Record):
     shards: list[StoredShard]
     tensors: StoredTensors | None
     engine: dict[str, Any]
-    """What the engine keeps beside shards (``engine/snapshot.py``)."""
+    """What the engine keeps beside shards (``engine/persistence/snapshot.py``)."""
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from infinity.console.output import check_output
-from infinity.engine.tensor_files import Entry, OutputFile, bytes_of, plan_files
+from infinity.engine.persistence.tensor_files import Entry, OutputFile, bytes_of, plan_files
 from infinity.errors import ConfigError, StorageError, storage_error
 
 

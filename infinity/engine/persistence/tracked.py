@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from infinity.engine.documents import Writer
+from infinity.engine.persistence.documents import Writer
 from infinity.errors import ModelError
 
 

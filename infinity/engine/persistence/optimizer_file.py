@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from infinity.engine.pieces import Pieces
-from infinity.engine.stored_state import StoredState
-from infinity.engine.tensor_files import OutputFile, bytes_of
+from infinity.engine.persistence.pieces import Pieces
+from infinity.engine.persistence.stored_state import StoredState
+from infinity.engine.persistence.tensor_files import OutputFile, bytes_of
 from infinity.engine.unit import Slot
 from infinity.errors import StorageError, storage_error
 

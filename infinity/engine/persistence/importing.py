@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from infinity.engine.tensor_files import INDEX_NAME
+from infinity.engine.persistence.tensor_files import INDEX_NAME
 from infinity.errors import StorageError, storage_error
 from infinity.io.paths import user_path
 

@@ -24,8 +24,8 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.budget import Plan
-from infinity.engine.documents import Reader, Writer
-from infinity.engine.module_state import (
+from infinity.engine.persistence.documents import Reader, Writer
+from infinity.engine.persistence.module_state import (
     buffers_of,
     check_buffers,
     extra_state_names,
@@ -34,11 +34,11 @@ from infinity.engine.module_state import (
     restore_buffers,
     restore_extra_states,
 )
+from infinity.engine.persistence.snapshot import PartLayout, Snapshot, dtype_name, layout_of, same_layout, torch_dtype
+from infinity.engine.persistence.tracked import Tracked
 from infinity.engine.randomness import Generators
 from infinity.engine.scaling import Scaling
-from infinity.engine.snapshot import PartLayout, Snapshot, dtype_name, layout_of, same_layout, torch_dtype
 from infinity.engine.substep import PartState, SubGroupStepper
-from infinity.engine.tracked import Tracked
 from infinity.engine.unit import MASTER, PARAM, Unit, state_kind
 from infinity.errors import ModelError
 from infinity.store.shard import ShardKey

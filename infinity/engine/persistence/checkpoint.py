@@ -18,12 +18,12 @@ from datetime import datetime, timezone
 import torch
 from safetensors.torch import save
 
-from infinity.engine.capture import Capture
-from infinity.engine.documents import Reader, Writer
 from infinity.engine.loading import ModelLoader
 from infinity.engine.optimizer import OffloadedOptimizer
+from infinity.engine.persistence.capture import Capture
+from infinity.engine.persistence.documents import Reader, Writer
+from infinity.engine.persistence.stored_state import StoredState
 from infinity.engine.prefetch import PrefetchScheduler
-from infinity.engine.stored_state import StoredState
 from infinity.io.completion import call_in_thread
 from infinity.io.memory import as_bytes
 from infinity.store.loop import LoopThread

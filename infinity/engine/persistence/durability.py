@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infinity.engine.checkpoint import CheckpointSaver
-from infinity.engine.stored_state import StoredState
+from infinity.engine.persistence.checkpoint import CheckpointSaver
+from infinity.engine.persistence.stored_state import StoredState
 from infinity.errors import ConfigError
 from infinity.store.commits import Commit
 

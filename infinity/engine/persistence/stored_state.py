@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from infinity.engine.documents import Reader
 from infinity.engine.formats import Master, WeightFormat, Whole
+from infinity.engine.persistence.documents import Reader
+from infinity.engine.persistence.snapshot import PartLayout, StateLayout, parts_of, snapshot_of, torch_dtype
+from infinity.engine.persistence.streamed import StreamedState
 from infinity.engine.planar import with_planes
 from infinity.engine.planes import Residuals
-from infinity.engine.snapshot import PartLayout, StateLayout, parts_of, snapshot_of, torch_dtype
 from infinity.engine.states import StateFormat, states_as
-from infinity.engine.streamed import StreamedState
 from infinity.engine.unit import PARAM, RESIDUAL, Part, Slot, state_kind
 from infinity.errors import ManifestError
 from infinity.store.shard import ShardKey

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 
 from infinity.engine.codecs import BLOCK_ELEMENTS, Codec
+from infinity.engine.persistence.snapshot import StateLayout, torch_dtype
+from infinity.engine.persistence.stored_state import StoredState
 from infinity.engine.planes import ExceptionTable, join, join_exactly
-from infinity.engine.snapshot import StateLayout, torch_dtype
 from infinity.engine.states import Packed
-from infinity.engine.stored_state import StoredState
 from infinity.engine.unit import MASTER, PARAM, RESIDUAL, UPPER, Part, state_kind
 from infinity.errors import ManifestError
 from infinity.io.memory import as_bytes

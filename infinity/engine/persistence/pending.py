@@ -6,7 +6,7 @@ import concurrent.futures
 from dataclasses import dataclass, field
 from typing import Any
 
-from infinity.engine.documents import Writer
+from infinity.engine.persistence.documents import Writer
 from infinity.store.commits import Commit
 from infinity.store.versions import Held
 

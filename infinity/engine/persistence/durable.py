@@ -31,14 +31,14 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from infinity.engine.capture import Capture, Taken
-from infinity.engine.checkpoint import CheckpointSaver
-from infinity.engine.documents import Reader, Writer
-from infinity.engine.durability import CommitInfo, Durability
-from infinity.engine.pending import Holding, Pending
+from infinity.engine.persistence.capture import Capture, Taken
+from infinity.engine.persistence.checkpoint import CheckpointSaver
+from infinity.engine.persistence.documents import Reader, Writer
+from infinity.engine.persistence.durability import CommitInfo, Durability
+from infinity.engine.persistence.pending import Holding, Pending
+from infinity.engine.persistence.snapshot import Snapshot, load_tensors, snapshot_of
+from infinity.engine.persistence.stored_state import StoredState
 from infinity.engine.prefetch import PrefetchScheduler
-from infinity.engine.snapshot import Snapshot, load_tensors, snapshot_of
-from infinity.engine.stored_state import StoredState
 from infinity.errors import EngineStateError, NoCommitError, UncertainCommitError
 from infinity.io.completion import call_in_thread
 from infinity.store.commits import Commit, Commits

@@ -15,10 +15,10 @@ from typing import Literal
 
 import torch
 
-from infinity.engine.optimizer_file import OptimizerFile
-from infinity.engine.pieces import Piece, Pieces, tail_bytes
-from infinity.engine.stored_state import StoredState
-from infinity.engine.tensor_files import (
+from infinity.engine.persistence.optimizer_file import OptimizerFile
+from infinity.engine.persistence.pieces import Piece, Pieces, tail_bytes
+from infinity.engine.persistence.stored_state import StoredState
+from infinity.engine.persistence.tensor_files import (
     INDEX_NAME,
     Entry,
     TensorFiles,

@@ -1,0 +1,1 @@
+"""What outlives a run: commits, checkpoints, and files that others read."""
