@@ -257,7 +257,7 @@ def test_a_dropped_graph_and_an_evaluation_leave_nothing(tmp_path: Path) -> None
         assert away(engine).used_bytes == used
         del loss
         assert away(engine).used_bytes == 0
-        assert {key for key in engine._store.nvme._shards if key.kind == "activation"} == set()  # type: ignore[union-attr]
+        assert {key for key in engine._store.nvme.versions.live if key.kind == "activation"} == set()  # type: ignore[union-attr]
 
 
 def test_a_retained_graph_can_be_used_again(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ class FlagCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put in what was left out."""
         completed: list[str] = []
-        for argument, following in zip(args, [*args[1:], "-"], strict=True):
+        for argument, following in zip(args, [*args, "-"][1:], strict=True):
             completed.append(argument)
             if argument in ALONE and following.startswith("-"):
                 completed.append(ALONE[argument])
