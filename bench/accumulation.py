@@ -15,7 +15,6 @@ time is then that of many small reads, so that times say little of a model whose
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lib_checks import Check, print_checks, require_room
+from lib_checks import Check, report, require_room
 from lib_training import machine, make_engine, num_parameters, smallest_budgets
 from lib_work import (
     GB,
@@ -34,6 +33,7 @@ from lib_work import (
     add_model_flags,
     batches,
     end_on_sigterm,
+    parse_flags,
     parse_work,
     shape_fields,
     shape_of,
@@ -208,14 +208,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1, help="counted steps of each turn")
     parser.add_argument("--json", type=Path, help="write the document here")
-    arguments = parser.parse_args(argv)
-    if not arguments.nvme.is_dir():
-        parser.error(f"--nvme: {arguments.nvme} is not a directory; give an existing one")
-    if arguments.hidden % arguments.heads:
-        parser.error(f"--hidden: expected a multiple of --heads {arguments.heads}, got {arguments.hidden}")
-    if arguments.work.seq_length > arguments.seq:
-        parser.error(f"--work: sequences longer than --seq {arguments.seq}")
-    return arguments
+    return parse_flags(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -225,11 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=arguments.nvme, prefix="infinity-accumulation-") as scratch:
         document, checks = measure(arguments, Path(scratch))
     print_table(document)
-    print_checks(checks)
-    if arguments.json is not None:
-        document["checks"] = [check.as_dict() for check in checks]
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(check.met for check in checks) else 1
+    return report(document, checks, arguments.json)
 
 
 if __name__ == "__main__":

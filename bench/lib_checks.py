@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import shutil
 from collections.abc import Sequence
@@ -62,6 +63,15 @@ def print_checks(checks: Sequence[Check]) -> None:
     for check in missed:
         bar = f"the bar is {check.bar:g} {check.unit}"
         print(f"  missed by {check.missed_by:.1%}: {check.name}: {check.value:.3f}, {bar}")
+
+
+def report(document: dict[str, Any], checks: Sequence[Check], json_file: Path | None) -> int:
+    """Print the checks, write all as JSON if that is wanted; 0 where every one is met, else 1."""
+    print_checks(checks)
+    if json_file is not None:
+        document["checks"] = [check.as_dict() for check in checks]
+        json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(check.met for check in checks) else 1
 
 
 def require_room(directory: Path, *, disk_bytes: float, memory_bytes: float) -> None:

@@ -78,6 +78,18 @@ def add_model_flags(parser: argparse.ArgumentParser, shape: GPTShape) -> None:
     parser.add_argument("--seq", type=int, default=shape.seq_length, help="longest sequence")
 
 
+def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse flags, among them ``--nvme`` and those of ``add_model_flags``; check these, and ``--work`` if it is one."""
+    arguments = parser.parse_args(argv)
+    if not arguments.nvme.is_dir():
+        parser.error(f"--nvme: {arguments.nvme} is not a directory; give an existing one")
+    if arguments.hidden % arguments.heads:
+        parser.error(f"--hidden: expected a multiple of --heads {arguments.heads}, got {arguments.hidden}")
+    if isinstance(arguments.work, Work) and arguments.work.seq_length > arguments.seq:
+        parser.error(f"--work: sequences longer than --seq {arguments.seq}")
+    return arguments
+
+
 def shape_of(arguments: argparse.Namespace, *, recompute: bool = False) -> GPTShape:
     """The sizes that the flags give."""
     return GPTShape(arguments.layers, arguments.hidden, arguments.heads, arguments.seq, arguments.vocab, recompute)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lib_checks import Check, print_checks, require_room
+from lib_checks import Check, report, require_room
 from lib_roofline import (
     LARGE_PARAMETERS,
     QUARTER,
@@ -48,7 +47,7 @@ from lib_roofline import (
 )
 from lib_roofline_report import print_linear, print_memory, print_phase, write_plot
 from lib_training import machine
-from lib_work import GB, add_model_flags, end_on_sigterm, parse_work, shape_fields
+from lib_work import GB, add_model_flags, end_on_sigterm, parse_flags, parse_work, shape_fields
 
 from infinity.train.model import GPTShape
 
@@ -167,7 +166,6 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> tuple[dict[str, Any
         checks += linear_checks(document["linear"])
     if arguments.plot is not None:
         write_plot(document["sweep"], setup.state_bytes, arguments.plot)
-    document["checks"] = [check.as_dict() for check in checks]
     return document, checks
 
 
@@ -188,13 +186,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--linear", action="store_true", help="also about 1B parameters against this model")
     parser.add_argument("--json", type=Path, help="write the document here")
     parser.add_argument("--plot", type=Path, help="write the picture of the sweep here (.png; needs matplotlib)")
-    arguments = parser.parse_args(argv)
+    arguments = parse_flags(parser, argv)
     arguments.rounds = arguments.rounds or (2 if arguments.quick else 5)
     arguments.steps = arguments.steps or (1 if arguments.quick else 2)
-    if not arguments.nvme.is_dir():
-        parser.error(f"--nvme: {arguments.nvme} is not a directory; give an existing one")
-    if arguments.hidden % arguments.heads:
-        parser.error(f"--hidden: expected a multiple of --heads {arguments.heads}, got {arguments.hidden}")
     if arguments.work is not None:
         if len(arguments.work) != len(WORK_NAMES):
             parser.error(f"--work: expected {len(WORK_NAMES)} of BATCHxSEQ, got {len(arguments.work)}")
@@ -211,10 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_on_sigterm()
     with tempfile.TemporaryDirectory(dir=arguments.nvme, prefix="infinity-roofline-") as scratch:
         document, checks = measure(arguments, Path(scratch))
-    print_checks(checks)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(check.met for check in checks) else 1
+    return report(document, checks, arguments.json)
 
 
 if __name__ == "__main__":

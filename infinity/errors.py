@@ -6,8 +6,10 @@ Each says what was expected, what came, which parameter, shard or file it concer
 
 from __future__ import annotations
 
+import contextlib
 import errno as _errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -168,3 +170,19 @@ def storage_error(
         got_bytes=got_bytes,
         errno=error.errno,
     )
+
+
+@contextlib.contextmanager
+def system_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """A context that turns what system calls raise into the typed error for its kind.
+
+    Args:
+        action: what is being done, in words.
+        path: the file concerned.
+    """
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise storage_error(action, error, path=path) from error

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("same", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("explore" if os.environ.get("INFINITY_FUZZ") == "1" else "same")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Matrices this small are slower on several threads, far slower on a busy machine."""
+    import torch  # not before a test asks: some are of what works without
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

@@ -8,7 +8,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from crash_states import Trial, record, workplace
 from lib_crash_runs import RUNS, Run
 from lib_crash_states import Chosen, Crashes, Disk, Tally
@@ -20,12 +19,7 @@ from infinity.store.volumes import Volumes
 BY_NAME = {run.name: run for run in RUNS}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

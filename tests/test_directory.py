@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import infinity
+from fakes_system import Crash, FaultySystem, System
 from infinity.errors import DirectoryError, DirectoryInUseError, DiskFullError, StorageError
 from infinity.store import directory as module
 from infinity.store import held as held_module
@@ -518,48 +519,13 @@ def test_lock_taken_on_a_directory_that_was_removed_meanwhile(tmp_path: Path, mo
 # --- faults at every step
 
 
-class Crash(BaseException):
-    """The process ends here."""
-
-
-class System:
-    """The ``os`` module with some functions replaced."""
-
-    def __init__(self, replacements: dict[str, Callable[..., Any]]) -> None:
-        self._replacements = replacements
-
-    def __getattr__(self, name: str) -> Any:
-        return self._replacements.get(name) or getattr(os, name)
+CALLS = ("open", "mkdir", "rename", "unlink", "rmdir", "ftruncate", "fsync", "stat", "fstat", "scandir", "listdir")
 
 
 def use_system(monkeypatch: pytest.MonkeyPatch, system: Any) -> None:
     """Have the directory and its marker make their system calls through ``system``."""
     for caller in (module, held_module, owner_module):
         monkeypatch.setattr(caller, "os", system)
-
-
-class FaultySystem(System):
-    """Fails the system call number ``fail_at``: with ``error`` once, or, when that is ``Crash``, for ever after too.
-
-    ``close`` always works: a process that ends closes its descriptors.
-    """
-
-    CALLS = ("open", "mkdir", "rename", "unlink", "rmdir", "ftruncate", "fsync", "stat", "fstat", "scandir", "listdir")
-
-    def __init__(self, fail_at: int, error: BaseException) -> None:
-        super().__init__({name: self._wrap(getattr(os, name)) for name in self.CALLS})
-        self._fail_at = fail_at
-        self._error = error
-        self.num_calls = 0
-
-    def _wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(*arguments: Any, **options: Any) -> Any:
-            self.num_calls += 1
-            if self.num_calls == self._fail_at or (self.num_calls > self._fail_at and isinstance(self._error, Crash)):
-                raise self._error
-            return call(*arguments, **options)
-
-        return faulty
 
 
 def run_life(path: Path) -> None:
@@ -577,7 +543,7 @@ def test_crash_at_any_step_is_handled_by_the_next_start(tmp_path: Path, monkeypa
     for step in range(1, 200):
         abandon(tmp_path)
         abandon(tmp_path, rank=1)
-        system = FaultySystem(step, Crash())
+        system = FaultySystem(CALLS, step, Crash())
         use_system(monkeypatch, system)
         try:
             run_life(tmp_path)
@@ -605,7 +571,7 @@ def test_error_at_any_step_is_typed_and_leaves_nothing_that_stays(
     for step in range(1, 200):
         abandon(tmp_path)
         abandon(tmp_path, rank=1)
-        system = FaultySystem(step, OSError(number, os.strerror(number)))
+        system = FaultySystem(CALLS, step, OSError(number, os.strerror(number)))
         use_system(monkeypatch, system)
         try:
             run_life(tmp_path)
@@ -624,7 +590,7 @@ def test_error_at_any_step_is_typed_and_leaves_nothing_that_stays(
 def test_failed_start_in_a_clean_path_leaves_it_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_failed = 0
     for step in range(1, 200):
-        system = FaultySystem(step, OSError(errno.EIO, os.strerror(errno.EIO)))
+        system = FaultySystem(CALLS, step, OSError(errno.EIO, os.strerror(errno.EIO)))
         use_system(monkeypatch, system)
         try:
             directory = JobDirectory.open(tmp_path)

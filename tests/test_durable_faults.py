@@ -12,11 +12,9 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import infinity
 from fakes_durable import (
@@ -38,12 +36,7 @@ EVERY = int(os.environ.get("INFINITY_FAULTS_EVERY", "5"))
 """Which operations fail in turn: all with 1, which takes some minutes."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def fail_each(

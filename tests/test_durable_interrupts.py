@@ -27,12 +27,7 @@ EVERY = int(os.environ.get("INFINITY_INTERRUPTS_EVERY", "251"))
 """How many lines lie between two at which the run is interrupted; a prime, so that each time others are met."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Interrupt:

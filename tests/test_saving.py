@@ -6,15 +6,16 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from fakes_system import Crash, FaultySystem
 from infinity.errors import ConfigError, DirectoryError, DiskFullError, StorageError
 from infinity.io.memory import allocate, as_bytes
 from infinity.io.paths import exchange
+from infinity.store import files as files_module
 from infinity.store import held as held_module
 from infinity.store import owner as owner_module
 from infinity.store import partial as partial_module
@@ -27,7 +28,7 @@ from infinity.store.shard import ShardKey
 from infinity.store.stored import StoredCommit
 
 KEY = ShardKey(0, 0, "param")
-MODULES = (held_module, owner_module, partial_module, saving_module)
+MODULES = (files_module, held_module, owner_module, partial_module, saving_module)
 
 
 @pytest.fixture(autouse=True)
@@ -107,44 +108,16 @@ def names(path: Path) -> list[str]:
 # --- faults at every step
 
 
-class Crash(BaseException):
-    """The process ends here."""
-
-
-class System:
-    """The ``os`` module that fails system call number ``fail_at``: once, or, with ``Crash``, for ever after too.
-
-    ``close`` always works: a process that ends closes its descriptors.
-    """
-
-    CALLS = (
-        *("open", "mkdir", "rename", "unlink", "rmdir", "stat", "fstat", "scandir", "listdir", "statvfs"),
-        *("pwrite", "write", "fsync", "fdatasync"),
-    )
-
-    def __init__(self, fail_at: int, error: BaseException) -> None:
-        self._fail_at = fail_at
-        self._error = error
-        self._calls = {name: self.wrap(getattr(os, name)) for name in self.CALLS}
-        self.num_calls = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return self._calls.get(name) or getattr(os, name)
-
-    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(*arguments: Any, **options: Any) -> Any:
-            self.num_calls += 1
-            if self.num_calls == self._fail_at or (self.num_calls > self._fail_at and isinstance(self._error, Crash)):
-                raise self._error
-            return call(*arguments, **options)
-
-        return faulty
+CALLS = (
+    *("open", "mkdir", "rename", "unlink", "rmdir", "stat", "fstat", "scandir", "listdir", "statvfs"),
+    *("pwrite", "write", "fsync", "fdatasync"),
+)
 
 
 def failing(step: int, error: BaseException, path: Path, number: int) -> BaseException | None:
     """Save with a fault; what came of it, and ``None`` if there are not so many system calls."""
     with pytest.MonkeyPatch.context() as patch:
-        system = System(step, error)
+        system = FaultySystem(CALLS, step, error)
         for module in MODULES:
             patch.setattr(module, "os", system)
         patch.setattr(partial_module, "exchange", system.wrap(vars(partial_module)["exchange"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,7 @@ from infinity.train.trainer import Trainer, make_trainer
 KIB = 1 << 10
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small are slower on several threads, far slower on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train(config: Config, **flags: Any) -> RunReport:

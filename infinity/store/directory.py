@@ -57,12 +57,17 @@ from infinity.store.owner import is_marked
 _JOB = re.compile(r"infinity-rank\d+(\.[0-9a-f]{16}\.partial)?|infinity-state-rank\d+\.[0-9a-f]{16}\.partial")
 
 
+D = TypeVar("D", bound="JobDirectory")
+
+
 class JobDirectory:
     """This job's directory, locked until ``close``, which removes it; made by ``JobDirectory.open``.
 
     Attributes:
         path: absolute path of the directory.
     """
+
+    _prefix = "infinity-rank"
 
     def __init__(self, path: Path, parent: int, held: Held) -> None:
         self.path = path
@@ -73,8 +78,8 @@ class JobDirectory:
         _open_here.add(self)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, rank: int = 0) -> JobDirectory:
-        """Make and lock ``<path>/infinity-rank<rank>``, after removing what dead jobs left below ``path``.
+    def open(cls: type[D], path: str | os.PathLike[str], *, rank: int = 0) -> D:
+        """Lock ``<path>/<prefix><rank>``, after removing what dead jobs left below ``path``.
 
         Args:
             path: an existing, writable directory.
@@ -89,17 +94,23 @@ class JobDirectory:
         """
         assert rank >= 0
         path = Path(path).absolute()
-        name = f"infinity-rank{rank}"
+        name = f"{cls._prefix}{rank}"
         with contextlib.ExitStack() as stack, typed_errors(path):
             parent = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             stack.callback(os.close, parent)
             for _ in range(MAX_ATTEMPTS):
-                _remove_dead(parent, path, name)
-                held = create(parent, name, rank)
-                if held is not None:
+                directory = cls._take(parent, path / name, rank)
+                if directory is not None:
                     stack.pop_all()
-                    return cls(path / name, parent, held)
+                    return directory
         raise DirectoryInUseError("other jobs keep starting and ending in this NVMe path; try again", path=path / name)
+
+    @classmethod
+    def _take(cls: type[D], parent: int, path: Path, rank: int) -> D | None:
+        """Make the directory, in the place of a dead job's; ``None`` if another starter was first."""
+        _remove_dead(parent, path.parent, path.name)
+        held = create(parent, path.name, rank)
+        return None if held is None else cls(path, parent, held)
 
     @property
     def device(self) -> int:
@@ -154,34 +165,26 @@ class StateDirectory(JobDirectory):
         is_kept: whether it stays. A new one does not, before somebody has made a commit in it.
     """
 
+    _prefix = "infinity-state-rank"
     is_kept = False
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, rank: int = 0) -> StateDirectory:
-        """Take over the directory of a job that has ended, or make one; lock it.
-
-        Arguments and errors are those of ``JobDirectory.open``.
-        """
-        assert rank >= 0
-        path = Path(path).absolute()
-        name = f"infinity-state-rank{rank}"
-        with contextlib.ExitStack() as stack, typed_errors(path):
-            parent = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            stack.callback(os.close, parent)
-            for _ in range(MAX_ATTEMPTS):
-                _remove_dead(parent, path, None)
-                found = claim(parent, name, path / name)
-                held = found or create(parent, name, rank)
-                if held is not None:
-                    stack.callback(held.close)
-                    if found is not None:
-                        replace_owner(held.directory, rank)
-                    os.fsync(parent)
-                    stack.pop_all()
-                    directory = cls(path / name, parent, held)
-                    directory.is_kept = found is not None
-                    return directory
-        raise DirectoryInUseError("other jobs keep starting and ending in this NVMe path; try again", path=path / name)
+    def _take(cls, parent: int, path: Path, rank: int) -> StateDirectory | None:
+        """Take over the directory of a job that has ended, or make one; ``None`` if another starter was first."""
+        _remove_dead(parent, path.parent, None)
+        found = claim(parent, path.name, path)
+        held = found or create(parent, path.name, rank)
+        if held is None:
+            return None
+        with contextlib.ExitStack() as stack:
+            stack.callback(held.close)
+            if found is not None:
+                replace_owner(held.directory, rank)
+            os.fsync(parent)
+            stack.pop_all()
+        directory = cls(path, parent, held)
+        directory.is_kept = found is not None
+        return directory
 
     @property
     def descriptor(self) -> int:
@@ -198,9 +201,6 @@ class StateDirectory(JobDirectory):
             self.remove()
         elif self._end():
             self._close_descriptors()
-
-
-D = TypeVar("D", bound=JobDirectory)
 
 
 def open_directories(paths: Sequence[str | os.PathLike[str]], *, rank: int = 0) -> list[JobDirectory]:

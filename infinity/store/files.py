@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
 
-from infinity.errors import StorageError, storage_error
+from infinity.errors import StorageError, system_errors
 from infinity.store.directory import StateDirectory
 
 _PARTIAL = ".partial"
@@ -99,12 +98,7 @@ class DirectoryFiles:
 
     def _create(self, name: str, content: bytes) -> None:
         """A new file with durable content, whose name is not durable yet."""
-        descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=self._directory)
-        with os.fdopen(descriptor, "wb", buffering=0) as file:
-            rest = memoryview(content)
-            while rest:
-                rest = rest[file.write(rest) :]
-            os.fsync(descriptor)
+        write_new(self._directory, name, content)
 
     def _rename(self, name: str, other: str) -> None:
         os.rename(name, other, src_dir_fd=self._directory, dst_dir_fd=self._directory)
@@ -115,11 +109,21 @@ class DirectoryFiles:
     def _sync(self) -> None:
         os.fsync(self._directory)
 
-    @contextlib.contextmanager
-    def _doing(self, action: str, name: str = "") -> Iterator[None]:
-        try:
-            yield
-        except StorageError:
-            raise
-        except OSError as error:
-            raise storage_error(action, error, path=self.path / name) from error
+    def _doing(self, action: str, name: str = "") -> contextlib.AbstractContextManager[None]:
+        return system_errors(action, self.path / name)
+
+
+def write_new(directory: int, name: str, content: bytes) -> None:
+    """Make a file in an open directory, with durable content; its name is not durable yet.
+
+    Raises:
+        OSError: the system reported an error.
+    """
+    descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=directory)
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -186,7 +186,9 @@ class NvmeTier:
                     volume.backend.write_many(batch, priority=priority, timing=timing)
                     for (volume, batch), timing in zip(version.batches(source), timings, strict=True)
                 ]
-                await gather_all([*moving, self._note_checksums(version, source)])
+                if self._keeps_checksums:
+                    moving.append(self._note_checksums(version, source))
+                await gather_all(moving)
             version.readable = True
             self._report(WRITE, key, version.num_bytes, begun, timings)
         finally:
@@ -350,8 +352,7 @@ class NvmeTier:
 
     async def _note_checksums(self, version: Version, source: memoryview) -> None:
         version.checksums = None
-        if self._keeps_checksums:
-            version.checksums = await call_in_executor(self._hasher, version.digest, source)
+        version.checksums = await call_in_executor(self._hasher, version.digest, source)
 
     @contextlib.contextmanager
     def _doing(self, action: str) -> Iterator[None]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infinity.errors import NoCommitError, StorageError, storage_error
+from infinity.errors import NoCommitError, StorageError, system_errors
 from infinity.io.holes import punch
 from infinity.store.finding import CommitFile, find_directories, list_commits, read_manifest
 from infinity.store.held import LOCK, Held, claim, remove, remove_data, sync_directory
@@ -63,7 +63,7 @@ class Pruning:
         with contextlib.ExitStack() as stack:
             self._held: dict[Path, tuple[int, Held]] = {}
             for directory in self.directories:
-                with _doing("locking a state directory", directory):
+                with system_errors("locking a state directory", directory):
                     self._claim(directory, stack)
             self.commits: list[CommitFile] = list_commits(self.directories)
             self._manifests = {file.number: _manifest_of(file) for file in self.commits}
@@ -93,7 +93,7 @@ class Pruning:
                 names = ", ".join(map(str, there)) or "none"
                 raise NoCommitError(f"there is no commit {number}; there are: {names}", path=self.directories[0])
         doomed = [there[number] for number in sorted(set(numbers))]  # the oldest first
-        with _doing("removing a commit", self.directories[0]):
+        with system_errors("removing a commit", self.directories[0]):
             for file in doomed:
                 file.path.unlink()
             for directory in {file.path.parent for file in doomed}:
@@ -123,7 +123,7 @@ class Pruning:
         """
         strangers = []
         for directory in self.directories:
-            with _doing("removing a state directory", directory):
+            with system_errors("removing a state directory", directory):
                 if directory in self._held:
                     strangers += [str(directory / name) for name in remove(*self._held[directory])]
                 else:
@@ -150,7 +150,7 @@ class Pruning:
             path = next((each / name for each in self.directories if (each / name).is_file()), None)
             if path is None:
                 continue
-            with _doing("giving room back", path):
+            with system_errors("giving room back", path):
                 if name not in used:
                     pruned.freed_bytes += sum(stop - start for start, stop in ranges)
                     _unlink_data(path)
@@ -225,13 +225,3 @@ def _unlink_data(path: Path) -> None:
         remove_data(descriptor, path.name)
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _doing(action: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise storage_error(action, error, path=path) from error

@@ -13,12 +13,12 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from infinity.errors import DirectoryError, DiskFullError, StorageError, storage_error
+from infinity.errors import DirectoryError, DiskFullError, system_errors
 from infinity.io.backend import DIRECT_ALIGNMENT
 from infinity.io.paths import user_path
+from infinity.store.files import write_new
 from infinity.store.manifest import (
     Manifest,
     StoredExtent,
@@ -57,7 +57,7 @@ class NewCheckpoint:
 
     def __init__(self, path: str | os.PathLike[str], num_bytes: int) -> None:
         self.path = check_place(path)
-        with _doing("making the checkpoint", self.path):
+        with system_errors("making the checkpoint", self.path):
             self._partial = PartialDirectory(self.path)
         self.directory = self._partial.path
         self._name = new_file_name()
@@ -95,7 +95,7 @@ class NewCheckpoint:
             DiskFullError: there is no room.
             StorageError: the system reported an error.
         """
-        with _doing("writing the checkpoint", self.directory / self._name):
+        with system_errors("writing the checkpoint", self.directory / self._name):
             if self._file is None:
                 self._file = _create(self._partial.descriptor, self._name)
             done = 0
@@ -127,13 +127,13 @@ class NewCheckpoint:
 
     def finish(self, manifest: Manifest, tensors: bytes | None) -> None:
         """All data files are there that a manifest names: as ``complete``."""
-        with _doing("completing the checkpoint", self.directory):
+        with system_errors("completing the checkpoint", self.directory):
             if self._file is not None:
                 os.fdatasync(self._file)
             directory = self._partial.descriptor
             if tensors is not None:
-                _write(directory, tensors_name(manifest.number), tensors)
-            _write(directory, manifest_name(manifest.number), encode(manifest))
+                write_new(directory, tensors_name(manifest.number), tensors)
+            write_new(directory, manifest_name(manifest.number), encode(manifest))
             os.fsync(directory)
             _refuse_strangers(self.path)
             self._partial.put()
@@ -150,7 +150,7 @@ def check_place(path: object) -> Path:
     place = user_path(path, "save_checkpoint").absolute()
     if place.name in ("", ".."):
         raise DirectoryError("expected a directory to be made, or a checkpoint to replace: give its name", path=place)
-    with _doing("looking at the place of the checkpoint", place):
+    with system_errors("looking at the place of the checkpoint", place):
         _refuse_strangers(place)
         if _STATE_NAME.fullmatch(place.name):
             raise DirectoryError("this is the name of a run's own directory: give the checkpoint another", path=place)
@@ -181,17 +181,6 @@ def _go_through_cache(file: int) -> None:
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
-def _write(directory: int, name: str, content: bytes) -> None:
-    descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=directory)
-    try:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _refuse_strangers(path: Path) -> None:
     """Refuse a place where something is that is no checkpoint."""
     if not path.parent.is_dir():
@@ -210,7 +199,7 @@ def _refuse_strangers(path: Path) -> None:
 
 
 def _refuse_too_large(path: Path, num_bytes: int) -> None:
-    with _doing("looking at the room for the checkpoint", path):
+    with system_errors("looking at the room for the checkpoint", path):
         status = os.statvfs(path.parent)
     free_bytes = status.f_bavail * status.f_frsize
     if num_bytes > free_bytes:
@@ -219,13 +208,3 @@ def _refuse_too_large(path: Path, num_bytes: int) -> None:
             path=path,
             errno=errno.ENOSPC,
         )
-
-
-@contextlib.contextmanager
-def _doing(action: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise storage_error(action, error, path=path) from error

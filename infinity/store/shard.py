@@ -98,14 +98,6 @@ class ExtentAllocator:
         self._holes[at : at + 1] = [part for part in parts if part.num_bytes]
         self.free_bytes -= extent.num_bytes
 
-    def grow(self, size_bytes: int) -> None:
-        """The file has become larger: what is new is free."""
-        assert size_bytes >= self.size_bytes
-        added = Extent(self.size_bytes, size_bytes - self.size_bytes)
-        self.size_bytes = size_bytes
-        if added.num_bytes:
-            self.free(added)
-
     def _take(self, hole: Extent, num_bytes: int) -> Extent:
         at = bisect.bisect_left(self._holes, hole)
         rest = Extent(hole.offset + num_bytes, hole.num_bytes - num_bytes)

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
+from safetensors.torch import load
 
 from infinity.errors import (
     EngineStateError,
@@ -286,11 +285,7 @@ class StoredCommit:
         self.check_open()
         if self.manifest.tensors is None:
             return {}
-        content = read_tensors(self.manifest, self.path)
-        try:
-            return load_tensors(content)
-        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise ManifestError(f"the tensors of the commit cannot be read: {error}", path=self.path) from error
+        return load_tensors(read_tensors(self.manifest, self.path), self.path)
 
     def file(self, shard: StoredShard, extent: StoredExtent) -> Path:
         """Where the file of an extent is.
@@ -381,3 +376,15 @@ def _choose(
     if damaged:
         raise NoCommitError(f"no commit can be used; of the newest: {damaged[0]}", path=where) from damaged[0]
     raise NoCommitError("nothing has been committed here", path=where)
+
+
+def load_tensors(content: bytes, path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a commit's file.
+
+    Raises:
+        ManifestError: it is no such file.
+    """
+    try:
+        return load(content)
+    except Exception as error:  # safetensors' own errors have no common class
+        raise ManifestError(f"commit cannot be used: its file of tensors cannot be read: {error}", path=path) from error

@@ -36,7 +36,7 @@ from infinity.engine.persistence.checkpoint import CheckpointSaver
 from infinity.engine.persistence.documents import Reader, Writer
 from infinity.engine.persistence.durability import CommitInfo, Durability
 from infinity.engine.persistence.pending import Holding, Pending
-from infinity.engine.persistence.snapshot import Snapshot, load_tensors, snapshot_of
+from infinity.engine.persistence.snapshot import Snapshot, snapshot_of
 from infinity.engine.persistence.stored_state import StoredState
 from infinity.engine.prefetch import PrefetchScheduler
 from infinity.errors import EngineStateError, NoCommitError, UncertainCommitError
@@ -47,7 +47,7 @@ from infinity.store.loop import LoopThread
 from infinity.store.manifest import manifest_name
 from infinity.store.state import OpenState
 from infinity.store.store import TieredStore
-from infinity.store.stored import StoredCommit
+from infinity.store.stored import StoredCommit, load_tensors
 from infinity.store.versions import Held
 from infinity.trace import COMMIT, Recorder
 
@@ -91,7 +91,7 @@ class Durable(Durability):
         self._every = every
         self._pending: Pending | None = None
         self._error: BaseException | None = None
-        self._found: Commit | None = None
+        self._found: tuple[Commit, Snapshot, Taken] | None = None
         self._first = 0  # the commit before which there is no way back
 
     @property
@@ -112,7 +112,7 @@ class Durable(Durability):
             return False
         snapshot, taken = self._read(commit)
         self._capture.check(snapshot, taken)
-        self._found = commit
+        self._found = commit, snapshot, taken
         if not self._capture.has_layout_of(snapshot):
             return False
         leave()
@@ -127,10 +127,10 @@ class Durable(Durability):
         Raises:
             StorageError: it could not be read or written.
         """
-        commit, self._found = self._found, None
-        if commit is None:
+        found, self._found = self._found, None
+        if found is None:
             return
-        snapshot, taken = self._read(commit)
+        commit, snapshot, taken = found
         if self.last is not None:
             self._capture.restore_random(taken)
             return

@@ -22,7 +22,6 @@ class Pending:
         moments: what was taken.
         held: the bytes, once the loop has them.
         made: the commit, once the record is being written.
-        wait_seconds: how long training has waited for it.
     """
 
     step: int
@@ -31,7 +30,6 @@ class Pending:
     moments: list[dict[str, Any]]
     held: concurrent.futures.Future[Holding]
     made: concurrent.futures.Future[tuple[Commit, int]] | None = None
-    wait_seconds: float = 0.0
 
 
 @dataclass(slots=True)

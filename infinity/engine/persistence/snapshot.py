@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from safetensors.torch import load
 from torch import nn
 
 from infinity.engine.formats import FormatOf, Master, Whole
@@ -189,18 +188,6 @@ def snapshot_of(manifest: Manifest, path: Any) -> Snapshot:
     except (UnicodeEncodeError, RecursionError) as error:
         reason = str(error)
     raise ManifestError(f"commit cannot be used: engine.{reason}", path=path)
-
-
-def load_tensors(content: bytes, path: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a commit's file.
-
-    Raises:
-        ManifestError: it is no such file.
-    """
-    try:
-        return load(content)
-    except Exception as error:  # safetensors' own errors have no common class
-        raise ManifestError(f"commit cannot be used: its file of tensors cannot be read: {error}", path=path) from error
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.errors import DirectoryError, DiskFullError, ModelError, StorageError, storage_error
+from infinity.errors import DirectoryError, DiskFullError, ModelError, storage_error, system_errors
 from infinity.io.memory import as_bytes
+from infinity.store.held import sync_directory
 
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -266,7 +267,7 @@ def check_output(path: Path, num_bytes: int) -> None:
         StorageError: the system reported an error.
     """
     parent = path.absolute().parent
-    with _doing("looking at the output directory", path):
+    with system_errors("looking at the output directory", path):
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise DirectoryError("the output is a file or a link; give a directory that does not exist", path=path)
         if path.is_dir() and any(path.iterdir()):
@@ -295,13 +296,13 @@ def output_directory(path: Path) -> Iterator[Path]:
     path = path.absolute()
     partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     try:
-        with _doing("creating the output directory", partial):
+        with system_errors("creating the output directory", partial):
             partial.mkdir()
         yield partial
-        with _doing("giving the output directory its name", path):
-            _sync(partial)
+        with system_errors("giving the output directory its name", path):
+            sync_directory(partial)
             partial.rename(path)
-            _sync(path.parent)
+            sync_directory(path.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -319,21 +320,3 @@ def write_text(path: Path, text: str) -> None:
         output.write(0, content)
     finally:
         output.close(durable=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _doing(action: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise storage_error(action, error, path=path) from error
