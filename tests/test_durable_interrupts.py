@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import shutil
 import signal
@@ -33,6 +34,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Interrupt:
     """Ctrl-C, by a real signal, when the training thread comes to a certain line of the engine's code.
 
+    Where that is a ``with`` statement which is being left, it comes at the next line: tracing stops there before the
+    context has ended, with nothing around that would end it. No signal from outside is seen there: Python looks for one
+    after the last call inside, where the statement still holds, and not before its own.
+
     Args:
         at: how many lines it runs before.
     """
@@ -40,6 +45,7 @@ class Interrupt:
     def __init__(self, at: int) -> None:
         self.at = at
         self.num_lines = 0
+        self._has_come = False
 
     def __enter__(self) -> Interrupt:
         self._before = sys.gettrace()
@@ -52,11 +58,23 @@ class Interrupt:
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_name == "signals_after":
             return None  # that one has a loop over all signals: most lines would be its own
-        if event == "line":
-            self.num_lines += 1
-            if self.num_lines == self.at:
-                signal.raise_signal(signal.SIGINT)
-        return self._trace
+        last = frame.f_lineno
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal last
+            if event == "line":
+                before, last = last, frame.f_lineno
+                self.num_lines += 1
+                if self.num_lines >= self.at and not self._has_come and not (last < before and is_with(frame)):
+                    self._has_come = True
+                    signal.raise_signal(signal.SIGINT)
+            return trace
+
+        return trace
+
+
+def is_with(frame: FrameType) -> bool:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
 @pytest.mark.filterwarnings(
