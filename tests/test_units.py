@@ -18,7 +18,8 @@ from infinity.config import Precision
 from infinity.engine.budget import plan_for
 from infinity.engine.partition import lay_out_units
 from infinity.engine.precision import precision_of
-from infinity.engine.unit import GRAD, GRAD_SUM, MASTER, PARAM, PART_ALIGNMENT, SLOT_ALIGNMENT, StandIn, Unit, UnitState
+from infinity.engine.standin import StandIn
+from infinity.engine.unit import GRAD, GRAD_SUM, MASTER, PARAM, PART_ALIGNMENT, SLOT_ALIGNMENT, Unit, UnitState
 from infinity.engine.wrap import UnitPlan, plan_units
 from parity_models import GPT, WIDTH
 

@@ -1,11 +1,12 @@
-"""What stands on ``param.grad`` while a gradient is away (``AwayGradient`` in ``unit.py``), made once per parameter."""
+"""What stands on ``param.grad`` while a gradient is away (``standin.AwayGradient``), made once per parameter."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from infinity.engine.unit import AwayGradient, Part, Slot, StandIn
+from infinity.engine.standin import AwayGradient, StandIn
+from infinity.engine.unit import Part, Slot
 from infinity.errors import ModelError
 
 
@@ -21,7 +22,7 @@ class Placeholders:
     def put(self, part: Part, slot: Slot) -> None:
         """Put one onto the parameter: a new one where the last has been written to."""
         if not self._is_intact(slot):
-            self._made[slot.param] = StandIn(slot.shape, part.compute_dtype, slot.param.device, AwayGradient)
+            self._made[slot.param] = StandIn(slot.param.shape, part.compute_dtype, slot.param.device, AwayGradient)
         slot.param.grad = self._made[slot.param].tensor
 
     def is_on(self, slot: Slot) -> bool:

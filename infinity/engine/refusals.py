@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from infinity.engine.unit import AwayGradient, Slot, Unit
+from infinity.engine.standin import AwayGradient
+from infinity.engine.unit import Slot, Unit
 from infinity.errors import EngineStateError, ModelError
 
 _Change = Callable[[torch.Tensor], torch.Tensor]

@@ -15,9 +15,10 @@ from infinity.engine.formats import Compute, FormatOf
 from infinity.engine.precision import Precision
 from infinity.engine.refusals import find_missing
 from infinity.engine.shadow import is_shard
+from infinity.engine.standin import StandIn
 from infinity.engine.states import StateFormatOf, exact_states
 from infinity.engine.substep import PartState
-from infinity.engine.unit import Part, Slot, StandIn, Unit, state_kind
+from infinity.engine.unit import Part, Slot, Unit, state_kind
 from infinity.errors import ModelError
 from infinity.store.loop import LoopThread
 from infinity.store.store import TieredStore

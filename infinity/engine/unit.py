@@ -12,18 +12,18 @@ tensor of the true shape that reads as NaN and takes no memory; and ``.grad``, s
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from infinity.errors import ModelError
+from infinity.engine.standin import StandIn
 from infinity.store.shard import ShardKey
 
 SLOT_ALIGNMENT = 128
@@ -36,6 +36,9 @@ UPPER = "upper"
 SCRATCH = "scratch"
 GRAD = "grad"
 GRAD_SUM = "grad_sum"
+OWN_GRAD = "own_grad"
+OWN_GRAD_SUM = "own_grad_sum"
+GATHERED = "gathered"
 ACTIVATION = "activation"
 SAVED = "saved"
 
@@ -55,34 +58,6 @@ class UnitState(enum.Enum):
 
     RELEASED = "released"
     GATHERED = "gathered"
-
-
-class StandIn:
-    """What a parameter or its gradient holds while its value is away: made once, so that a release costs an assignment.
-
-    Attributes:
-        tensor: the placeholder, of the parameter's shape.
-    """
-
-    __slots__ = ("_address", "_blank", "_memory", "tensor")
-
-    def __init__(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, kind: type[torch.Tensor] = torch.Tensor
-    ) -> None:
-        value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-        with torch.inference_mode(False):  # else the parameter would become a tensor that no training may use
-            element = torch.full((), value, dtype=dtype, device=device)
-            self.tensor = torch.Tensor._make_subclass(kind, element.expand(shape))
-        self._address = self.tensor.data_ptr()
-        self._memory: memoryview | None = None  # elsewhere a read would wait for the device
-        self._blank = b""
-        if device.type == "cpu":
-            self._memory = element.view(1).view(torch.uint8).numpy().data
-            self._blank = self._memory.tobytes()
-
-    def is_in(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` still holds it, unwritten: a write through ``.data`` leaves no other trace."""
-        return tensor.data_ptr() == self._address and (self._memory is None or self._memory.tobytes() == self._blank)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,9 +88,50 @@ class Slot:
         """How many elements it has."""
         return math.prod(self.shape)
 
+    @property
+    def is_left_out(self) -> bool:
+        """Whether all of its elements are other ranks'."""
+        return False
+
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter in a shard of its part: ``flat`` has the part's length, in any dtype."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+    def take(self, value: torch.Tensor) -> torch.Tensor:
+        """What this slot holds of a value of its parameter (the parameter's shape, any dtype): the slot's shape."""
+        return value
+
+    def cut(self, start: int, stop: int) -> Slot:
+        """What of it lies between two elements of its part, in a shard that begins at the first."""
+        first = min(max(self.offset, start), stop)
+        last = max(min(self.offset + self.num_elements, stop), first)
+        size = torch.Size([last - first])
+        return CutSlot(self.name, self.param, size, (1,), first - start, whole=self, skipped=first - self.offset)
+
+
+@dataclass(slots=True, eq=False)
+class CutSlot(Slot):
+    """A rank's piece of one parameter: consecutive elements as they lie in memory, perhaps none; one dimension.
+
+    Attributes:
+        whole: all of it.
+        skipped: how many of its elements come before.
+    """
+
+    whole: Slot = field(kw_only=True, repr=False)
+    skipped: int = field(kw_only=True)
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether all of its elements are other ranks'."""
+        return self.num_elements == 0 and self.whole.num_elements > 0
+
+    def take(self, value: torch.Tensor) -> torch.Tensor:
+        """See ``Slot``: a view of the value where it lies in memory as the parameter does, else of a copy."""
+        whole = self.whole
+        if value.stride() != whole.stride:
+            value = torch.empty_strided(whole.shape, whole.stride, dtype=value.dtype, device=value.device).copy_(value)
+        return value.as_strided(self.shape, (1,), value.storage_offset() + self.skipped)
 
 
 @dataclass(slots=True, eq=False)
@@ -168,13 +184,26 @@ class Part:
         """Where its parameters end in the gathered unit, in bytes."""
         return self.start + self.param_bytes
 
-    def lay_out(self) -> None:
-        """Give each slot its offset and the part its length."""
+    def lay_out(self, num_slices: int = 1) -> None:
+        """Give each slot its offset and the part its length, which can be cut into so many slices of whole pages."""
         end = 0
         for slot in self.slots:
             slot.offset = -(-end // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
             end = slot.offset + slot.num_elements
-        self.num_elements = max(-(-end // PART_ALIGNMENT), 1) * PART_ALIGNMENT
+        aligned = PART_ALIGNMENT * num_slices
+        self.num_elements = max(-(-end // aligned), 1) * aligned
+
+    def cut(self, index: int, num_slices: int) -> Part:
+        """One of equal slices, as a part of its own: the same slots in the same order, each with what it has there."""
+        num_elements = self.num_elements // num_slices
+        first = index * num_elements
+        return dataclasses.replace(
+            self,
+            slots=[slot.cut(first, first + num_elements) for slot in self.slots],
+            state_names=dict(self.state_names),
+            num_elements=num_elements,
+            start=self.start + first * self.compute_dtype.itemsize,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,55 +349,3 @@ class Unit:
             if slot.param._version != version:
                 return slot.name
         return None
-
-
-class AwayGradient(torch.Tensor):
-    """What stands on ``param.grad`` once the gradient is away: NaN to read, and an error in clear words to write.
-
-    PyTorch itself refuses most writes, since all elements share memory, in words that name neither the gradient nor a
-    repair. The others (a fill, an assignment to ``.data``, a gradient of one element) show in version and address.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run ``func`` as on plain tensors, and refuse changes."""
-        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        with torch._C.DisableTorchFunctionSubclass():
-            away = [each for each in given if isinstance(each, cls)]
-            before = [(each._version, each.data_ptr()) for each in away]
-            try:
-                result = func(*args, **(kwargs or {}))
-            except RuntimeError as error:
-                if "single memory location" not in str(error):
-                    raise
-                raise _change_of_gradient(func) from error
-            if before != [(each._version, each.data_ptr()) for each in away]:
-                raise _change_of_gradient(func)
-            if isinstance(result, torch.Tensor) and any(_share(result, each) for each in given):
-                return result.as_subclass(cls)  # a view, or what .data and detach() give
-            return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.clone()
-
-
-def _change_of_gradient(func: Callable[..., Any]) -> ModelError:
-    name = getattr(func, "__name__", "an operator")
-    if name.startswith("_amp_"):
-        return ModelError(
-            "torch.amp.GradScaler was to take the scale off a gradient that is away; the engine scales the loss "
-            "itself: set precision='fp16' in Config, call engine.backward(loss) and engine.step(), and leave the "
-            "GradScaler out"
-        )
-    return ModelError(
-        f"{name}() was to change a gradient in place that is away: gradients leave "
-        "param.grad as soon as backward has made them, so that torch.nn.utils.clip_grad_norm_, clip_grad_value_ and "
-        "loops over param.grad find none; clip their norm with engine.clip_grad_norm_() or max_grad_norm in Config, "
-        "discard them with zero_grad(set_to_none=True), change or clip each in param.register_hook(), where it is"
-    )
-
-
-def _share(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return other.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
