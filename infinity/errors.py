@@ -45,6 +45,10 @@ class NonFiniteError(InfinityError, RuntimeError):
     """A norm of gradients is infinite or NaN where it must not be."""
 
 
+class RanksError(InfinityError, RuntimeError):
+    """The ranks of a job could not meet, do not do the same, or one of them has ended or did not come in time."""
+
+
 class NonFiniteWarning(UserWarning):
     """The engine has gone back to a commit because a gradient was infinite or NaN."""
 

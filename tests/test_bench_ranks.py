@@ -13,7 +13,7 @@ import torch
 from infinity.bench.pattern import Pattern
 from infinity.bench.ranks import Case, Ranks, digits, open_ranks, whole_sum
 from infinity.bench.results import GB
-from infinity.engine.collectives import RanksError
+from infinity.errors import RanksError
 from launch import outputs, run_ranks
 
 MIB = 1 << 20

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.engine.collectives import open_process_group, started_as_ranks
+from infinity.engine.meeting import open_process_group, started_as_ranks
 from infinity.engine.transport import Port, RankFacts, ask_program, describe_transport, gpu_links, rank_facts
 from infinity.errors import ConfigError
 from launch import outputs, run_ranks
 
 TOGETHER = """
-    from infinity.engine.collectives import open_process_group
+    from infinity.engine.meeting import open_process_group
     ranks = open_process_group(torch.device("cpu"), timeout_seconds=60)
     assert (ranks.rank, ranks.num_ranks, ranks.local_rank) == (rank, num_ranks, rank)
     said = {"transport": ranks.transport, "hosts": ranks.hosts, "reduction": ranks.reduction, "sums": {}}
@@ -67,7 +67,7 @@ def test_three_ranks_gather_sum_and_talk() -> None:
 def test_a_group_of_the_users_own_is_used_and_left() -> None:
     script = """
         import torch.distributed as dist
-        from infinity.engine.collectives import open_process_group
+        from infinity.engine.meeting import open_process_group
         dist.init_process_group("gloo")
         with_infinity = open_process_group(torch.device("cpu"))
         whole = torch.empty(num_ranks)
@@ -83,7 +83,8 @@ def test_a_group_of_the_users_own_is_used_and_left() -> None:
 
 def test_a_rank_that_dies_ends_the_others_waits_with_its_phase() -> None:
     script = """
-        from infinity.engine.collectives import RanksError, open_process_group
+        from infinity.engine.meeting import open_process_group
+        from infinity.errors import RanksError
         ranks = open_process_group(torch.device("cpu"), timeout_seconds=600)
         ranks.barrier()
         if rank == 0:
@@ -112,7 +113,8 @@ def test_a_rank_that_dies_ends_the_others_waits_with_its_phase() -> None:
 def test_a_rank_that_is_late_is_said() -> None:
     script = """
         import signal
-        from infinity.engine.collectives import RanksError, open_process_group
+        from infinity.engine.meeting import open_process_group
+        from infinity.errors import RanksError
         ranks = open_process_group(torch.device("cpu"), timeout_seconds=60, patience_seconds=2)
         pids = ranks.exchange(os.getpid())
         if rank == 1:
@@ -132,7 +134,8 @@ def test_a_rank_that_is_late_is_said() -> None:
 
 def test_ranks_that_never_come_are_not_waited_for_long() -> None:
     script = """
-        from infinity.engine.collectives import RanksError, open_process_group
+        from infinity.engine.meeting import open_process_group
+        from infinity.errors import RanksError
         if rank == 0:
             try:
                 open_process_group(torch.device("cpu"), timeout_seconds=2)

@@ -26,7 +26,9 @@ from infinity.bench.machine import available_memory_bytes
 from infinity.bench.passes import InterruptedRunError
 from infinity.bench.pattern import Pattern
 from infinity.bench.results import Latency, Result, Run
-from infinity.engine.collectives import Collectives, RanksError, open_process_group, started_as_ranks
+from infinity.engine.collectives import Collectives
+from infinity.engine.meeting import open_process_group, started_as_ranks
+from infinity.errors import RanksError
 from infinity.io.memory import allocate
 
 ALL_GATHER = "all-gather"

@@ -35,6 +35,10 @@ class Arrived:
     begun: bool = False
     scales: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
+    def dtype_in(self, part: Part) -> torch.dtype:
+        """What their shard is stored in."""
+        return part.compute_dtype if self.kind == GRAD else part.sum_dtype
+
     def hand_over(self, part: Part, positions: Iterable[int], inverses: Sequence[torch.Tensor]) -> PartGradients:
         """What a step of some slots takes, whose gradients have yet to be multiplied by ``inverses``, too."""
         kept = frozenset(positions)

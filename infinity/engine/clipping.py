@@ -180,7 +180,7 @@ class Clipper:
         missing = [position for position in positions if self._norms.get(part, position) is None]
 
         def take(shard: torch.Tensor) -> None:
-            flat = shard.view(gradients.dtype)
+            flat = gradients.flat(shard)
             for position in missing:
                 gradient = part.slots[position].view(flat)
                 self._norms.take(part, position, gradient, gradients.scales.get(position, ()))

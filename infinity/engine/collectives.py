@@ -1,4 +1,4 @@
-"""``Collectives``: what ranks do together, and the only user of ``torch.distributed``.
+"""``Collectives``: what ranks do together, and, with ``meeting.py``, the only user of ``torch.distributed``.
 
 Two groups. The *data* group moves tensors over the device's own library. The *control* group is gloo, for barriers and
 small facts: it needs no accelerator, says which rank is missing, and waits longer, since a rank may have work of its
@@ -9,6 +9,9 @@ Reduce-scatter is a sum in the order of the ranks: the same bits each time. Over
 (16-bit floats are summed in fp32 and rounded once). Rejected: gloo's own, which is an all-reduce of everything of which
 each rank keeps its part: in most versions twice the bytes, 2-3 times slower here, and bf16 rounded at each addition.
 
+What moves whole units in place (``gather_in_place``, ``reduce_in_place``) sends and receives piece by piece over gloo:
+its own all-gather makes a copy of everything that it receives, which no budget would know of.
+
 Facts travel as JSON, not pickled: what a peer sends becomes no code.
 """
 
@@ -17,27 +20,26 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 
 from infinity.engine.transport import RankFacts, describe_transport, rank_facts
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import InfinityError, RanksError
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _HALF = (torch.float16, torch.bfloat16)
 _PIECE_ELEMENTS = 1 << 17
-
-
-class RanksError(InfinityError, RuntimeError):
-    """The ranks could not meet, one of them has ended, or it did not come in time."""
+_STAGED_ELEMENTS = 1 << 22
+_LEAST_PIECE = 1 << 12
 
 
 class Collectives:
-    """The ranks of one job; made by ``open_process_group``.
+    """The ranks of one job; made by ``meeting.py``.
 
     On an accelerator a collective is queued on the current stream and the call returns; on the CPU it has ended.
     Every rank calls the same ones in the same order with the same sizes; gloo aborts a process that is sent too much.
@@ -59,6 +61,7 @@ class Collectives:
         hosts: of each rank, the name of its machine.
         transport: the way between ranks, in words.
         reduction: how reduce-scatter is done, in words.
+        moved_bytes: what this rank has sent so far, by kind of collective.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Collectives:
         self._control = control
         self._patience = patience
         self._close = close
+        self.moved_bytes: Counter[str] = Counter()
         native = self.backend != "gloo"
         self.reduction = f"{self.backend} reduce-scatter" if native else "all-to-all, then a sum in the order of ranks"
         facts: list[RankFacts] = self.exchange(rank_facts(device), "telling each other where they are")
@@ -121,6 +125,116 @@ class Collectives:
             dist.all_to_all_single(parts.view(torch.uint8), tensor.view(torch.uint8), group=self._data)
             _sum_into(output, parts.view(self.num_ranks, -1))
 
+    def gather_in_place(self, whole: torch.Tensor, *, phase: str = "all-gather") -> None:
+        """Complete ``whole``, of which each rank has its slice, the rank's of equal ones in the order of ranks.
+
+        Args:
+            whole: shape ``(num_ranks * n,)``, contiguous, on the device.
+            phase: what is done, for the message of an error.
+
+        Raises:
+            RanksError: another rank has ended or did not come in time.
+        """
+        slices = whole.view(torch.uint8).view(self.num_ranks, -1)
+        with self._named(phase):
+            if self.backend == "gloo":
+                own = slices[self.rank]
+                self._swap(((peer, own) for peer in self._others()), ((peer, slices[peer]) for peer in self._others()))
+            else:
+                _all_gather(whole.view(torch.uint8), slices[self.rank], group=self._data)
+        self.moved_bytes["all-gather"] += slices[self.rank].nbytes * (self.num_ranks - 1)
+
+    def reduce_in_place(self, whole: torch.Tensor, *, factor: float, phase: str = "reduce-scatter") -> None:
+        """Make this rank's slice of ``whole`` the sum of all ranks' slices, each multiplied by ``factor`` before.
+
+        The product is rounded to the dtype as ``DistributedDataParallel`` does it, the sum is in the order of ranks.
+
+        Args:
+            whole: shape ``(num_ranks * n,)``, contiguous, on the device; the other slices are void afterwards.
+            factor: what a gradient is multiplied by.
+            phase: what is done, for the message of an error.
+
+        Raises:
+            RanksError: another rank has ended or did not come in time.
+        """
+        slices = whole.view(self.num_ranks, -1)
+        with self._named(phase):
+            if self.backend == "gloo":
+                self._reduce(slices, factor)
+            else:
+                whole.mul_(factor)
+                _reduce_scatter(slices[self.rank], whole, group=self._data)
+        self.moved_bytes["reduce-scatter"] += slices[self.rank].nbytes * (self.num_ranks - 1)
+
+    def _reduce(self, slices: torch.Tensor, factor: float) -> None:
+        """A piece of all slices at a time, so that what is staged is bounded."""
+        length = slices.shape[1]
+        size = min(max(_STAGED_ELEMENTS // self.num_ranks, _LEAST_PIECE), length)
+        sent, received = (torch.empty(self.num_ranks, size, dtype=slices.dtype) for _ in range(2))
+        for start in range(0, length, size):
+            pieces = slices[:, start : start + size]
+            width = pieces.shape[1]
+            out, rows = sent[:, :width], received[:, :width]
+            torch.mul(pieces, factor, out=out)
+            rows[self.rank].copy_(out[self.rank])
+            self._swap(((peer, out[peer]) for peer in self._others()), ((peer, rows[peer]) for peer in self._others()))
+            _sum_into(pieces[self.rank], rows)
+
+    def _others(self) -> Iterator[int]:
+        """The other ranks, each rank's in another order."""
+        return ((self.rank + step) % self.num_ranks for step in range(1, self.num_ranks))
+
+    def _swap(self, sent: Iterable[tuple[int, torch.Tensor]], received: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Send and receive contiguous tensors, each to or from one rank."""
+        receiving = [dist.irecv(each.view(torch.uint8), group=self._data, group_src=peer) for peer, each in received]
+        sending = [dist.isend(each.view(torch.uint8), group=self._data, group_dst=peer) for peer, each in sent]
+        for work in (*receiving, *sending):
+            if work is not None:
+                work.wait()
+
+    def broadcast(self, tensor: torch.Tensor, *, phase: str = "broadcast") -> None:
+        """Give every rank what rank 0 has: contiguous, on the device.
+
+        Raises:
+            RanksError: another rank has ended or did not come in time.
+        """
+        with self._named(phase):
+            if tensor.numel():
+                dist.broadcast(tensor.view(-1).view(torch.uint8), group=self._data, group_src=0)
+
+    def agree(self, what: str, failure: BaseException | None = None) -> None:
+        """Make sure that every rank is about to do the same.
+
+        Args:
+            what: what this one is about to do.
+            failure: why it cannot.
+
+        Raises:
+            RanksError: another rank cannot, or is about to do something else.
+        """
+        mine = np.array([xxhash.xxh3_64_intdigest(what.encode()) >> 1, failure is not None], dtype=np.int64)
+        with self._named(what):
+            everyone = torch.empty(self.num_ranks * 2, dtype=torch.int64)
+            _all_gather(everyone.view(torch.uint8), torch.from_numpy(mine).view(torch.uint8), group=self._control)
+        found = everyone.view(self.num_ranks, 2)
+        if bool((found[:, 0] == found[0, 0]).all()) and not bool(found[:, 1].any()):
+            return
+        doing: list[list[str]] = self.exchange([what, "" if failure is None else str(failure) or repr(failure)], what)
+        raise RanksError(f"rank {self.rank} of {self.num_ranks}, {what}: {_disagreement(doing)}")
+
+    def unite(self, present: Iterable[int], count: int, *, phase: str = "saying what there is") -> set[int]:
+        """The numbers below ``count`` that any rank has.
+
+        Raises:
+            RanksError: another rank has ended or did not come in time.
+        """
+        mask = torch.zeros(count, dtype=torch.uint8)
+        mask[list(present)] = 1
+        everyone = torch.empty(self.num_ranks * count, dtype=torch.uint8)
+        with self._named(phase):
+            _all_gather(everyone, mask, group=self._control)
+        return set(everyone.view(self.num_ranks, count).amax(0).nonzero().flatten().tolist())
+
     def exchange(self, fact: Any, phase: str = "exchanging facts") -> list[Any]:
         """What every rank has to say, in the order of ranks; small, and such that JSON can hold it.
 
@@ -149,6 +263,12 @@ class Collectives:
         with self._named(phase):
             dist.monitored_barrier(self._control, self._patience, wait_all_ranks=True)
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group that moves tensors."""
+        assert self._data is not None, "closed"
+        return self._data
+
     def close(self) -> None:
         """Leave the groups; a wait of another rank for this one ends with an error. Closing twice is harmless."""
         if self._data is not None:
@@ -162,80 +282,21 @@ class Collectives:
         assert self._data is not None, "closed"
 
     def _named(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        return _named(self.rank, self.num_ranks, phase)
+        return named_errors(self.rank, self.num_ranks, phase)
 
 
-def started_as_ranks() -> bool:
-    """Whether this process was started as one of several ranks, by torchrun or alike.
-
-    Raises:
-        ConfigError: what it was told is no number.
-    """
-    return "RANK" in os.environ and _number("WORLD_SIZE", "1") > 1
-
-
-def open_process_group(
-    device: torch.device, *, timeout_seconds: float = 60.0, patience_seconds: float = 3600.0
-) -> Collectives:
-    """Meet the other ranks: in the default group where there is one (which ``close`` leaves alone), else in our own.
-
-    Args:
-        device: its type; on accelerators the one with torchrun's LOCAL_RANK is taken and made current.
-        timeout_seconds: how long ranks may be apart when they meet, and in a collective.
-        patience_seconds: how long at a barrier, or when facts are exchanged.
-
-    Raises:
-        ConfigError: this process was not started as one of several ranks, or as no number of them, or there is no
-            library for the device.
-        RanksError: not all came.
-    """
-    local_rank = _number("LOCAL_RANK", "0")
-    if device.type != "cpu":
-        device = torch.device(device.type, local_rank)
-        torch.accelerator.set_device_index(device)
-    patience = datetime.timedelta(seconds=patience_seconds)
-    leave = contextlib.ExitStack()
-    try:
-        owned = not dist.is_initialized()
-        if owned:
-            _join(device, datetime.timedelta(seconds=timeout_seconds))
-            leave.callback(dist.destroy_process_group)
-        data = dist.group.WORLD
-        assert data is not None
-        with _named(dist.get_rank(), dist.get_world_size(), "meeting"):
-            control = dist.new_group(backend="gloo", timeout=patience)
-        assert isinstance(control, dist.ProcessGroup)
-        if not owned:
-            leave.callback(dist.destroy_process_group, control)
-        return Collectives(device, data, control, local_rank=local_rank, patience=patience, close=leave.close)
-    except BaseException:
-        leave.close()
-        raise
-
-
-def _number(name: str, default: str = "") -> int:
-    """A number that torchrun has put into the environment."""
-    value = os.environ.get(name, default)
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigError(
-            f"environment variable {name}: expected a number, got {value!r}; start with torchrun"
-        ) from None
-
-
-def _join(device: torch.device, timeout: datetime.timedelta) -> None:
-    """Make the default group from what torchrun has put into the environment."""
-    missing = [name for name in _VARIABLES if name not in os.environ]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)}: not set, so there are no ranks to meet; start with torchrun")
-    backend = dist.Backend.default_device_backend_map.get(device.type)
-    if backend is None or not dist.is_backend_available(backend):
-        raise ConfigError(f"this build of torch has no library for collectives between {device.type} devices")
-    rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    with _named(rank, num_ranks, f"meeting at {address}", timeout.total_seconds()):
-        dist.init_process_group(backend, timeout=timeout)
+def _disagreement(doing: list[list[str]]) -> str:
+    """What ranks that should do the same are about to do."""
+    for rank, (_, failure) in enumerate(doing):
+        if failure:
+            return f"rank {rank} has failed: {failure}"
+    first = doing[0][0]
+    rank, other = next((rank, what) for rank, (what, _) in enumerate(doing) if what != first)
+    return (
+        f"ranks do different things: rank 0 is at {first!r}, rank {rank} at {other!r}. All ranks must run the same "
+        "modules in the same order; where data decides which modules run (a mixture of experts), name the module "
+        "around them in Config(units=...), so that they are gathered together"
+    )
 
 
 def _sum_into(output: torch.Tensor, rows: torch.Tensor) -> None:
@@ -276,7 +337,7 @@ def _reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, *, group: dist.P
 
 
 @contextlib.contextmanager
-def _named(rank: int, num_ranks: int, phase: str, seconds: float | None = None) -> Iterator[None]:
+def named_errors(rank: int, num_ranks: int, phase: str, seconds: float | None = None) -> Iterator[None]:
     """Say in an error which rank it was and what it was doing."""
     try:
         yield

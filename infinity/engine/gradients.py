@@ -120,7 +120,7 @@ class GradientSink:
             is_untouched = gradients.is_untouched(part, self._placeholders)
             if is_untouched and all(gradients.arrived.get(i) == self.backwards.last for i in positions):
                 gradients.begun = True
-                taken.append(gradients.hand_over(part, gradients.arrived, self._scaling.inverses))
+                taken.append(self._hand_over(part, gradients, gradients.arrived))
         return taken
 
     def reclaim(self) -> None:
@@ -215,7 +215,7 @@ class GradientSink:
         self._open_parts[part.index] = part
         for inverse in self._scaling.inverses:
             gradient = gradient / inverse
-        slot.view(gradients.flat).copy_(gradient)
+        slot.view(gradients.flat).copy_(slot.take(gradient))
         self._scaling.forget()
         self._norms.forget(part, position)
         gradients.scales.pop(position, None)
@@ -227,6 +227,10 @@ class GradientSink:
         """Unpin every open shard but one; the next gradient of its part pins it again."""
         for part in [part for part in self._open_parts.values() if part is not but]:
             self._close(part, self._gradients[part.index])
+
+    def complete(self) -> None:
+        """All gradients of the backward that runs have come."""
+        self.let_go()
 
     def end_backward(self) -> None:
         """A backward is over, completely or not: let every open shard go. What comes next is another backward."""
@@ -291,13 +295,16 @@ class GradientSink:
         return taken
 
     def _waiting(self) -> list[PartGradients]:
-        waiting, inverses = [], self._scaling.inverses
+        waiting = []
         for index, each in sorted(self._gradients.items()):
             part = self._parts[index]
             kept = [position for position in each.arrived if self._placeholders.is_on(part.slots[position])]
             if kept:
-                waiting.append(each.hand_over(part, kept, inverses))
+                waiting.append(self._hand_over(part, each, kept))
         return waiting
+
+    def _hand_over(self, part: Part, gradients: Arrived, positions: Iterable[int]) -> PartGradients:
+        return gradients.hand_over(part, positions, self._scaling.inverses)
 
     def _take_users(self) -> None:
         """Take gradients that the user has put onto parameters by hand; they are of no backward."""
@@ -307,7 +314,7 @@ class GradientSink:
                 if gradient is not None and not self._placeholders.is_on(slot):
                     refuse_away(slot, gradient)
                     self._expect(part, position)
-                    self._take(part, position, gradient)
+                    self._take(part, position, slot.take(gradient))
         self.let_go()
 
     def _refuse_changes(self) -> None:
@@ -352,7 +359,7 @@ class GradientSink:
 
     def _pin(self, part: Part, gradients: Arrived) -> torch.Tensor:
         if not gradients.exists:
-            return self._put(part, GRAD, part.compute_dtype)
+            return self._put(part, gradients.kind, gradients.dtype_in(part))
         if gradients.kind == GRAD_SUM:
             return self._fetch(part, GRAD_SUM, part.sum_dtype)
         if part.sum_dtype != part.compute_dtype and gradients.backward != self.backwards.current:

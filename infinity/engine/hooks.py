@@ -361,7 +361,7 @@ class ModuleHooks:
         self._passage.holds.forget_reads()
         self._gatherer.release_idle([*self._passage.holds.drain(), *lent])
         self._passage.remove_leaf_hooks()
-        self._gradients.let_go()
+        self._gradients.complete()
         self._begin_steps(self._units)
         self._gradients.end_backward()
         self._passage.backward_task = None

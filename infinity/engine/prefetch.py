@@ -29,7 +29,7 @@ import torch
 
 from infinity.engine.activity import Activity
 from infinity.engine.stream import StepStream
-from infinity.engine.unit import ACTIVATION, GRAD, GRAD_SUM, PARAM, SAVED, Part, Unit
+from infinity.engine.unit import ACTIVATION, GATHERED, GRAD, GRAD_SUM, PARAM, SAVED, Part, Unit
 from infinity.store.device import DeviceTier
 from infinity.store.loop import LoopThread
 from infinity.store.order import Access, AccessOrder, Recurrence, Reversal, Use
@@ -124,7 +124,8 @@ class Orders:
 
     def _keys_of(self, access: Access) -> Iterable[ShardKey | int]:
         if access.use is Use.GATHER:
-            return [access.where, *(part.key(PARAM) for part in self._units[access.where].parts)]
+            parts = self._units[access.where].parts
+            return [access.where, *(part.key(kind) for part in parts for kind in (PARAM, GATHERED))]
         if access.use is Use.GRADIENT:
             return [self._parts[access.where].key(GRAD), self._parts[access.where].key(GRAD_SUM)]
         return []
@@ -198,7 +199,7 @@ class PrefetchScheduler:
             await self._store.host.residency.quiesce()
             yield
         finally:
-            await self._device.invalidate_all()
+            await self._invalidate_all()
             self._is_halted = False
             self.look_ahead_soon()
 
@@ -241,6 +242,7 @@ class PrefetchScheduler:
         begun = time.perf_counter()
         residency = self._device.residency
         self._orders.current.access(Access(Use.GATHER, unit))
+        self._plan(unit)
         self.look_ahead_soon()
         is_behind = in_backward and self._stream.backlog_bytes > self._backlog_bytes
         if is_behind or self._stream.is_pending(unit):
@@ -249,7 +251,7 @@ class PrefetchScheduler:
             await self._stream.ready(unit)
             causes.append(("optimizer", time.perf_counter()))
         was_resident, room_seconds = residency.state_of(unit) is State.CLEAN, residency.statistics.room_seconds
-        demand = asyncio.ensure_future(self._device.gather(unit, owner=TRAINING))
+        demand = asyncio.ensure_future(self._demand(unit))
         await asyncio.sleep(0)  # the demand takes its room and its place in the queue first
         self._look_ahead()
         buffer = await demand
@@ -260,6 +262,15 @@ class PrefetchScheduler:
             causes += [("room", begun_reading)] if room_seconds else []
             causes.append(("read", ended))
         return buffer, causes[-1][1] - begun if causes else 0.0
+
+    def _plan(self, unit: int) -> None:
+        """A unit is about to be demanded; called in the order of the program, before anything else is done for it."""
+
+    async def _invalidate_all(self) -> None:
+        await self._device.invalidate_all()
+
+    async def _demand(self, unit: int) -> torch.Tensor:
+        return await self._device.gather(unit, owner=TRAINING)
 
     def _release(self, unit: int, after: StreamEvent | None) -> None:
         self._device.release(unit, owner=TRAINING, after=after)
@@ -315,11 +326,15 @@ class PrefetchScheduler:
             if access.use is Use.GATHER:
                 unit = access.where
                 crosses = orders.current is orders.training and ahead >= orders.training.num_left
-                if num_units >= self._depth or self._will_change(unit, crosses) or not self._device.prefetch(unit):
+                if num_units >= self._depth or not self._prefetch_unit(unit, crosses):
                     return
                 num_units += 1
             elif access.use is Use.GRADIENT and has_room:
                 has_room = self._prefetch_gradients(self._parts[access.where])
+
+    def _prefetch_unit(self, unit: int, beyond_step: bool) -> bool:
+        """Start to gather a unit that comes next, unless its parameters will change; whether it is on its way."""
+        return not self._will_change(unit, beyond_step) and self._device.prefetch(unit)
 
     def _will_change(self, unit: int, beyond_step: bool) -> bool:
         """Whether a unit will be stepped before it is gathered next."""

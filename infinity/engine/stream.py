@@ -24,14 +24,13 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from infinity.engine.shadow import Shadow
 from infinity.engine.substep import SubGroupStepper
 from infinity.engine.unit import Part, PartGradients
 from infinity.errors import EngineStateError
-from infinity.store.device import DeviceTier
 
 
 def half_way(error: BaseException) -> EngineStateError:
@@ -93,23 +92,24 @@ class StepStream:
 
     Args:
         stepper: steps one sub-group.
-        device: told which gathered units have become stale.
+        invalidate: drops what was gathered of a unit, which is about to change.
         unit_distance: how far away training's next gather of a unit is.
 
     Attributes:
         stepping: called when the shards of a job are all in memory and its arithmetic begins.
+        changing: called with the units that jobs which have come will change.
         error: what ended it.
     """
 
     def __init__(
         self,
         stepper: SubGroupStepper,
-        device: DeviceTier,
+        invalidate: Callable[[int], Awaitable[None]],
         *,
         unit_distance: Callable[[int], float],
     ) -> None:
         self._stepper = stepper
-        self._device = device
+        self._invalidate = invalidate
         self._unit_distance = unit_distance
         self._jobs: list[Job] = []
         self._pending: Counter[int] = Counter()  # parts on the way, by unit
@@ -120,6 +120,7 @@ class StepStream:
         self._closed = False
         self._told = False
         self.stepping: Callable[[Part], None] = lambda part: None
+        self.changing: Callable[[set[int]], None] = lambda units: None
         self.error: BaseException | None = None
 
     @property
@@ -141,10 +142,12 @@ class StepStream:
         self._in_order_of_need = in_order_of_need
         if self._closed or self.error is not None:
             return
+        jobs = list(jobs)
         for job in jobs:
             assert all(job.part is not other.part for other in self._jobs), f"part {job.part.index} stepped twice"
             self._jobs.append(job)
             self._pending[job.part.unit] += 1
+        self.changing({job.part.unit for job in jobs})
         if self._jobs and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -250,7 +253,7 @@ class StepStream:
 
     async def _step(self, job: Job) -> None:
         part = job.part
-        await self._device.invalidate(part.unit)
+        await self._invalidate(part.unit)
         await job.run(self._stepper, lambda: self.stepping(part))
 
     def _tell(self) -> None:

@@ -142,7 +142,10 @@ class SubGroupStepper:
             StorageError: a shard could not be read or written.
         """
         part, kind = gradients.part, gradients.kind
-        positions = [i for i in sorted(gradients.present) if part.slots[i].param in shadow.group_of]
+        slots = part.slots
+        positions = [
+            i for i in sorted(gradients.present) if slots[i].param in shadow.group_of and not slots[i].is_left_out
+        ]
         weights = self._format_of(part).open(self._store, part, OPTIMIZER)
         step = _Step(gradients, positions, shadow, weights, tentative)
         states = self._states[part.index].shards
@@ -241,7 +244,7 @@ class SubGroupStepper:
     def _gradient(self, step: _Step, run: Run, slot: Slot) -> torch.Tensor:
         """A slot's gradient in the dtype that is stepped; a copy lies in memory that the next run uses again."""
         part, gradients = step.part, step.gradients
-        shard = step.flats[gradients.kind].view(gradients.dtype)
+        shard = gradients.flat(step.flats[gradients.kind])
         if gradients.dtype == part.step_dtype and not step.leaves:
             return slot.view(shard)
         num_bytes = (run.stop - run.start) * part.step_dtype.itemsize

@@ -216,12 +216,22 @@ class PartGradients:
         present: the slots that have one.
         scales: for a slot, what its gradient is multiplied by before it is stepped: tensors of no dimensions, one
             after the other.
+        whole: of what the shard has the gradients, if that is more than this rank steps.
     """
 
     part: Part
     kind: str
     present: frozenset[int]
     scales: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
+    whole: Part | None = None
+
+    def flat(self, shard: torch.Tensor) -> torch.Tensor:
+        """The part's gradients in their shard: its length, in ``dtype``."""
+        flat = shard.view(self.dtype)
+        if self.whole is None:
+            return flat
+        first = (self.part.start - self.whole.start) // self.part.compute_dtype.itemsize
+        return flat[first : first + self.part.num_elements]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -236,7 +246,7 @@ class PartGradients:
     @property
     def num_bytes(self) -> int:
         """The size of their shard."""
-        return self.part.num_bytes(self.dtype)
+        return (self.whole or self.part).num_bytes(self.dtype)
 
 
 @dataclass(slots=True, eq=False)

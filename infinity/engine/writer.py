@@ -9,13 +9,12 @@ Belongs to the training thread.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from infinity.engine.formats import Compute, FormatOf, OpenWeights, Run
 from infinity.engine.unit import Part, Unit
-from infinity.store.device import DeviceTier
 from infinity.store.loop import LoopThread
 from infinity.store.store import TieredStore
 
@@ -40,7 +39,7 @@ class WeightWriter:
     Args:
         loop: the loop thread.
         store: the shards.
-        device: told which gathered units have become stale.
+        invalidate: drops what was gathered of a unit that has changed.
         units: all units.
         format_of: how the weights of each part are stored.
         compute: runs arithmetic off the loop.
@@ -51,7 +50,7 @@ class WeightWriter:
         self,
         loop: LoopThread,
         store: TieredStore,
-        device: DeviceTier,
+        invalidate: Callable[[int], Awaitable[None]],
         units: Sequence[Unit],
         *,
         format_of: FormatOf,
@@ -61,7 +60,7 @@ class WeightWriter:
         self._loop = loop
         self._store = store
         self._fail = fail
-        self._device = device
+        self._invalidate = invalidate
         self._units = units
         self._format_of = format_of
         self._compute = compute
@@ -96,7 +95,7 @@ class WeightWriter:
             raise
         finally:
             await weights.release(changed=changed)
-            await self._device.invalidate(part.unit)  # last: the unit may have been gathered ahead meanwhile
+            await self._invalidate(part.unit)  # last: the unit may have been gathered ahead meanwhile
 
 
 def _change_runs(

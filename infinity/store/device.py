@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,18 +46,22 @@ class DeviceTier(ABC):
         store: where the shards come from.
         distance: how far away a unit's next gather is.
         poison: fill released memory with NaN.
+
+    Attributes:
+        complete: called with a unit and its memory when its pieces are there; ends when all of it is.
     """
 
     def __init__(
         self, budget_bytes: int, store: TieredStore, *, distance: Callable[[int], float], poison: bool = False
     ) -> None:
         self._store = store
+        self.complete: Callable[[int, torch.Tensor], Awaitable[None]] | None = None
         self._units: dict[int, tuple[int, Sequence[Piece]]] = {}
         self.pool = BufferPool("hbm", budget_bytes, self._allocate, poison=poison)
-        self.residency: Residency[int] = Residency(self.pool, distance=distance, fill=self._fill)
+        self.residency: Residency[int] = Residency(self.pool, distance=distance, fill=self._fill_whole)
 
     def register(self, unit: int, num_bytes: int, pieces: Sequence[Piece]) -> None:
-        """Say what a unit consists of."""
+        """Say what a unit consists of, and where its bytes are from now on."""
         self._units[unit] = (num_bytes, tuple(pieces))
 
     async def gather(self, unit: int, *, owner: str) -> torch.Tensor:
@@ -103,6 +107,11 @@ class DeviceTier(ABC):
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> torch.Tensor: ...
+
+    async def _fill_whole(self, unit: int, lease: Lease, priority: Priority) -> None:
+        await self._fill(unit, lease, priority)
+        if self.complete is not None:
+            await self.complete(unit, lease.tensor)
 
     @abstractmethod
     async def _fill(self, unit: int, lease: Lease, priority: Priority) -> None: ...

@@ -1,0 +1,408 @@
+"""``ReducedGradients``: gradients that are averaged over ranks before they wait for their step.
+
+    autograd ─▶ own gradients of the whole part (host) ─▶ lane: reduce-scatter ─▶ this rank's slice ─▶ ``GradientSink``
+                    │ engine.no_sync(): more are added       (stages 0 and 1: and all-gather)
+
+A part is reduced as soon as its last gradient has come, under the rest of backward. So that all ranks reduce in the
+same order whatever comes first on each, they keep to one order: that in which parts were complete on rank 0 in the
+backward before. What is complete sooner waits. Parts that have had no gradient, or not all, come at the end, and count
+as zero where others have some: what a data-dependent branch leaves out on one rank is no error here.
+
+What is in the parts between reductions is this rank's own and of no use to a step, so a step after backwards in
+``no_sync`` only is refused.
+
+Memory: ``own`` shards are like others, and let go where backward waits. Those being reduced are pinned by the lane, so
+many only as ``in_flight_bytes`` allows: who waits for room must never wait for what only itself can take in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from infinity.engine.arrived import Arrived
+from infinity.engine.collectives import Collectives
+from infinity.engine.gradients import GradientSink
+from infinity.engine.ranks.lane import Lane
+from infinity.engine.unit import GRAD_SUM, OWN_GRAD, OWN_GRAD_SUM, Part, PartGradients
+from infinity.errors import BudgetError, EngineStateError, ModelError
+from infinity.io.memory import HEAP
+from infinity.store.pool import Lease
+
+_LANE = "lane"
+
+
+@dataclass(slots=True, eq=False)
+class _Own:
+    """This rank's own gradients of a part since they were last reduced.
+
+    Attributes:
+        kind: the kind of shard: in the dtype that computes, or in that of sums.
+        arrived: for each slot that has one, the backward that brought the latest.
+        flat: the pinned shard while it is open for writing.
+        pending: slots whose gradient this backward has yet to bring.
+        exists: whether there is a shard.
+        backward: the backward that began it.
+        is_complete: whether this backward has brought all there can be.
+    """
+
+    kind: str
+    arrived: dict[int, int] = field(default_factory=dict)
+    flat: torch.Tensor | None = None
+    pending: set[int] = field(default_factory=set)
+    exists: bool = False
+    backward: int = 0
+    is_complete: bool = False
+
+    def dtype_in(self, part: Part) -> torch.dtype:
+        """What the shard is stored in."""
+        return part.compute_dtype if self.kind == OWN_GRAD else part.sum_dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reduction:
+    """A part that is being reduced.
+
+    Attributes:
+        part: the whole part.
+        own: this rank's gradients.
+        done: the slots of which any rank has a gradient, and the shard's bytes; ``None`` where there are none.
+    """
+
+    part: Part
+    own: _Own
+    done: Future[tuple[set[int], torch.Tensor | None]]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.part.num_bytes(self.own.dtype_in(self.part))
+
+
+class ReducedGradients(GradientSink):
+    """A sink for several ranks. Its own parts are those whose gradients wait here: slices, or whole ones.
+
+    Args:
+        whole: all parts, whole.
+        stored: all parts as this rank steps them.
+        lane: runs the collectives, and no others but in the order of the program.
+        collectives: the lane's.
+        widens: whether gradients are moved between ranks in the dtype of sums.
+        in_flight_bytes: what may be pinned for reductions.
+        arguments: as for ``GradientSink``.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        whole: Sequence[Part],
+        stored: Sequence[Part],
+        lane: Lane,
+        collectives: Collectives,
+        widens: bool,
+        in_flight_bytes: int,
+        **others: Any,
+    ) -> None:
+        super().__init__(*arguments, **others)
+        self._whole = whole
+        self._stored = stored
+        self._lane = lane
+        self._collectives = collectives
+        self._widens = widens
+        self._in_flight_bytes = in_flight_bytes
+        self._own: dict[int, _Own] = {}
+        self._open_own: dict[int, Part] = {}
+        self._reductions: deque[_Reduction] = deque()
+        self._order = [part.index for part in reversed(whole) if part.stepped]
+        self._completed: list[int] = []
+        self._num_reduced = 0  # of this backward, along the order
+        self._is_open = False  # a backward that counts has brought a gradient
+        self._is_whole = self._parts[0].num_elements == whole[0].num_elements
+
+    # Autograd's thread
+
+    def expect(self, part: Part, position: int) -> None:
+        """See ``GradientSink``."""
+        own = self._own.get(part.index)
+        if own is not None and position in own.arrived and not self._placeholders.is_on(part.slots[position]):
+            del own.arrived[position]  # discarded since
+        super().expect(self._parts[part.index], position)
+
+    def arrive(self, part: Part, position: int, gradient: torch.Tensor) -> None:
+        """Take a gradient of this rank's: as ``GradientSink.arrive``, of a whole part."""
+        slot = part.slots[position]
+        if gradient.layout is not torch.strided:
+            raise ModelError(
+                f"parameter {slot.name}: got a gradient of layout {gradient.layout}, expected a dense one; "
+                "build its module with sparse=False"
+            )
+        own = self._own.setdefault(part.index, self._new_own(part))
+        if own.flat is None:
+            self._open_whole(part, own)
+        assert own.flat is not None
+        view, gradient = slot.view(own.flat), gradient.detach()
+        before = own.arrived.get(position)
+        if before is None:
+            view.copy_(gradient)
+        elif before == self.backwards.current and view.dtype != gradient.dtype:
+            raise ModelError(
+                f"parameter {slot.name}: got two gradients in one backward, which would be added in {view.dtype} where "
+                f"PyTorch adds them in {gradient.dtype}; use torch.utils.checkpoint with use_reentrant=False"
+            )
+        else:
+            view.add_(gradient.to(view.device))
+        own.arrived[position] = self.backwards.current
+        if slot not in self._placeholders and gradient.device.type == "cpu":
+            HEAP.use(gradient.nbytes)
+        self._placeholders.put(part, slot)
+        self.backwards.note_gradient()
+        self._is_open = self._is_open or self._is_reduced
+        own.pending.discard(position)
+        if not own.pending:
+            own.is_complete = True
+            self._completed.append(part.index)
+            self._close_whole(part, own)
+            self._reduce_complete()
+        self._take_in(0)
+
+    @property
+    def _is_reduced(self) -> bool:
+        """Whether the backward that runs is one after which ranks have the same gradients."""
+        return self.backwards.position > 0
+
+    def take_final(self, unit: Any) -> list[PartGradients]:
+        """See ``GradientSink``: none before the backward is complete, a moment that is the same on all ranks."""
+        return [] if self._is_open else super().take_final(unit)
+
+    def let_go(self, *, but: Part | None = None) -> None:
+        """See ``GradientSink``."""
+        super().let_go(but=but)
+        for part in list(self._open_own.values()):
+            self._close_whole(part, self._own[part.index])
+
+    def complete(self) -> None:
+        """Reduce what has not been, and wait until all ranks have the gradients of this backward.
+
+        Raises:
+            RanksError: another rank has ended, has failed or does something else.
+            StorageError: a shard could not be read or written.
+        """
+        self.let_go()
+        if self._is_open:
+            again = [index for index in self._order[: self._num_reduced] if index in self._own]
+            for index in [*self._order[self._num_reduced :], *again]:
+                self._reduce(self._whole[index])
+            agreed = self._lane.submit("end of backward", functools.partial(self._agree, list(self._completed)))
+            while self._reductions:
+                self._take_in_first()
+            self._order = self._loop.wait(agreed)
+            self._is_open = False
+        super().complete()
+
+    def end_backward(self) -> None:
+        """See ``GradientSink``."""
+        super().end_backward()
+        self._completed.clear()
+        self._num_reduced = 0
+        self._is_open = False
+        for own in self._own.values():
+            own.is_complete = False
+
+    # Between backwards
+
+    def discard(self) -> None:
+        """See ``GradientSink``."""
+        super().discard()
+        own, self._own = self._own, {}
+        keys = [self._whole[index].key(each.kind) for index, each in own.items() if each.exists]
+        if keys:
+            self._loop.run(self._delete(keys))
+
+    def waiting(self) -> list[PartGradients]:
+        """See ``GradientSink``.
+
+        Raises:
+            EngineStateError: the last backward was in ``no_sync``.
+        """
+        self._refuse_own()
+        return super().waiting()
+
+    def take(self) -> list[PartGradients]:
+        """See ``GradientSink``.
+
+        Raises:
+            EngineStateError: the last backward was in ``no_sync``.
+        """
+        self._refuse_own()
+        return super().take()
+
+    def _refuse_own(self) -> None:
+        if any(own.arrived for own in self._own.values()):
+            raise EngineStateError(
+                "the last backward was inside engine.no_sync(), so that gradients are this rank's own; run the last "
+                "backward of a step outside, or discard them with zero_grad()"
+            )
+
+    def _hand_over(self, part: Part, gradients: Arrived, positions: Iterable[int]) -> PartGradients:
+        stored = self._stored[part.index]
+        taken = super()._hand_over(stored, gradients, positions)
+        if stored.num_elements == part.num_elements:
+            return taken
+        return PartGradients(stored, taken.kind, taken.present, taken.scales, whole=part)
+
+    # Own gradients
+
+    def _new_own(self, part: Part) -> _Own:
+        return _Own(OWN_GRAD_SUM if self._widens and part.sum_dtype != part.compute_dtype else OWN_GRAD)
+
+    def _open_whole(self, part: Part, own: _Own) -> None:
+        self._take_in(part.num_bytes(part.sum_dtype))
+        try:
+            own.flat = self._pin_whole(part, own)
+        except BudgetError:
+            self.let_go()
+            own.flat = self._pin_whole(part, own)
+        own.exists = True
+        own.is_complete = False
+        self._open_own[part.index] = part
+        come = {i for i, backward in own.arrived.items() if backward == self.backwards.current}
+        own.pending = {i for i, slot in enumerate(part.slots) if slot.param.requires_grad} - come
+
+    def _pin_whole(self, part: Part, own: _Own) -> torch.Tensor:
+        if not own.exists:
+            own.backward = self.backwards.current
+            return self._put(part, own.kind, own.dtype_in(part))
+        is_wider = part.sum_dtype != part.compute_dtype and own.kind == OWN_GRAD
+        if not is_wider or own.backward == self.backwards.current:
+            return self._fetch(part, own.kind, own.dtype_in(part))
+        narrow = self._fetch(part, OWN_GRAD, part.compute_dtype)
+        try:
+            wide = self._put(part, OWN_GRAD_SUM, part.sum_dtype)
+        except BudgetError:
+            self._loop.call_soon(self._release, part, OWN_GRAD)
+            raise
+        for position in own.arrived:
+            slot = part.slots[position]
+            slot.view(wide).copy_(slot.view(narrow))
+        own.kind = OWN_GRAD_SUM
+        self._loop.call_soon(self._release, part, OWN_GRAD)
+        self._loop.run(self._delete([part.key(OWN_GRAD)]))
+        return wide
+
+    def _close_whole(self, part: Part, own: _Own) -> None:
+        own.flat = None
+        own.pending = set()
+        del self._open_own[part.index]
+        HEAP.make_room()
+        self._loop.call_soon(self._release, part, own.kind)
+
+    # Reductions
+
+    def _reduce_complete(self) -> None:
+        """Reduce what comes next in the order, as far as it is complete."""
+        while self._is_reduced and self._num_reduced < len(self._order):
+            index = self._order[self._num_reduced]
+            own = self._own.get(index)
+            if own is None or not own.is_complete:
+                return
+            self._reduce(self._whole[index])
+            self._num_reduced += 1
+
+    def _reduce(self, part: Part) -> None:
+        own = self._own.pop(part.index, None) or self._new_own(part)
+        ready: Future[Lease] | None = None
+        if own.exists:
+            self._take_in(part.num_bytes(own.dtype_in(part)))
+            ready = self._loop.submit(self._store.fetch(part.key(own.kind), owner=_LANE, update=True))
+        done = self._lane.submit(
+            f"gradients of part {part.position} of unit {part.unit}",
+            functools.partial(self._run, part, own, ready),
+            ready=ready,
+        )
+        self._reductions.append(_Reduction(part, own, done))
+
+    def _run(self, part: Part, own: _Own, ready: Future[Lease] | None) -> tuple[set[int], torch.Tensor | None]:
+        """On the lane."""
+        phase = f"gradients of part {part.position} of unit {part.unit}"
+        summed = own.kind == OWN_GRAD_SUM
+        several = len(part.slots)
+        facts = self._collectives.unite([*own.arrived, *([several] if summed else [])], several + 1, phase=phase)
+        present = facts - {several}
+        if not present:
+            return present, None
+        flat = None if ready is None else ready.result().tensor.view(own.dtype_in(part))
+        if flat is None or (several in facts and not summed):
+            flat = self._make(part, own, flat, OWN_GRAD_SUM if several in facts else OWN_GRAD)
+        for position in present - set(own.arrived):
+            part.slots[position].view(flat).zero_()
+        self._collectives.reduce_in_place(flat, factor=1 / self._collectives.num_ranks, phase=phase)
+        if self._is_whole:
+            self._collectives.gather_in_place(flat, phase=phase)
+            return present, flat
+        return present, flat.view(self._collectives.num_ranks, -1)[self._collectives.rank]
+
+    def _make(self, part: Part, own: _Own, narrow: torch.Tensor | None, kind: str) -> torch.Tensor:
+        """Memory for a part of which this rank has no gradients, or has them in a narrower dtype than others."""
+        before, own.kind = own.kind, kind
+        dtype = own.dtype_in(part)
+        lease = self._loop.submit(self._store.put(part.key(kind), part.num_bytes(dtype), owner=_LANE)).result()
+        flat = lease.tensor.view(dtype)
+        own.exists = True
+        if narrow is not None:
+            for position in own.arrived:
+                slot = part.slots[position]
+                slot.view(flat).copy_(slot.view(narrow))
+            self._loop.submit(self._drop(part, before)).result()
+        return flat
+
+    def _agree(self, completed: Sequence[int]) -> list[int]:
+        """On the lane: the order of the next backward is that of rank 0 in this one."""
+        is_first = self._collectives.rank == 0
+        order = [*completed, *(index for index in self._order if index not in set(completed))]
+        said = self._collectives.exchange(order if is_first and order != self._order else None, "end of backward")
+        return list(said[0]) if said[0] is not None else self._order
+
+    def _take_in(self, room_bytes: int) -> None:
+        """Take in what has been reduced; wait for it where there are more bytes than may be in flight beside others."""
+        while self._reductions:
+            in_flight_bytes = sum(each.num_bytes for each in self._reductions)
+            must_wait = room_bytes and in_flight_bytes + room_bytes > self._in_flight_bytes
+            if not (must_wait or self._reductions[0].done.done()):
+                return
+            self._take_in_first()
+
+    def _take_in_first(self) -> None:
+        reduction = self._reductions[0]
+        present, reduced = self._loop.wait(reduction.done)
+        self._reductions.popleft()
+        part, own = self._parts[reduction.part.index], reduction.own
+        if reduced is not None and own.kind == OWN_GRAD_SUM:
+            self._expect_wide(part)
+        for position in sorted(present):
+            assert reduced is not None
+            self._take(part, position, part.slots[position].view(reduced))
+        super().let_go()  # before the lane is waited for again, which may need the room
+        if own.exists:
+            self._loop.run(self._drop(reduction.part, own.kind))
+
+    def _expect_wide(self, part: Part) -> None:
+        """What comes for a part is in the dtype of sums, and is to stay so."""
+        if part.index not in self._gradients:
+            self._gradients[part.index] = Arrived(kind=GRAD_SUM, backward=self.backwards.current)
+
+    async def _drop(self, part: Part, kind: str) -> None:
+        self._store.release(part.key(kind), owner=_LANE)
+        await self._store.delete(part.key(kind))
+
+
+def moved_kinds(part: Part) -> Mapping[str, int]:
+    """The shards that a part may have while its gradients are this rank's own: bytes by kind."""
+    kinds = {OWN_GRAD: part.param_bytes}
+    if part.sum_dtype != part.compute_dtype:
+        kinds[OWN_GRAD_SUM] = part.num_bytes(part.sum_dtype)
+    return kinds
