@@ -13,18 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 import torch
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from infinity.errors import ConfigError
+from infinity.fields import Bytes, Digit, Names, Number, Paths, Patterns, Scale
 
 Precision = Literal["fp32", "bf16", "fp16"]
 BackendName = Literal["auto", "threads", "uring", "aiofiles"]
@@ -39,54 +31,6 @@ def _debug_from_environment() -> bool:
     if value in {"1", "true", "yes", "on"}:
         return True
     raise ConfigError(f"environment variable INFINITY_DEBUG: expected 0 or 1, got {value!r}")
-
-
-def _refuse_bool_bytes(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("expected a number of bytes or a string such as '20GiB'")
-    return value
-
-
-def _refuse_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("expected a number")
-    return value
-
-
-def _one_name_is_a_list(value: object) -> object:
-    names = [value] if isinstance(value, str) and value != "auto" else value
-    if isinstance(names, (list, tuple)) and (
-        not names or any(isinstance(name, str) and not name.strip() for name in names)
-    ):
-        raise ValueError("expected 'auto' or class names of modules; a name is missing or empty")
-    return names
-
-
-def _one_pattern_is_a_list(value: object) -> object:
-    patterns = [value] if isinstance(value, str) else value
-    if isinstance(patterns, (list, tuple)) and any(isinstance(each, str) and not each.strip() for each in patterns):
-        raise ValueError("expected patterns of names of parameters, one of them is empty")
-    return patterns
-
-
-def _one_path_is_a_list(value: object) -> object:
-    paths = [value] if isinstance(value, (str, os.PathLike)) else value
-    if isinstance(paths, (list, tuple)) and any(isinstance(path, str) and not path.strip() for path in paths):
-        raise ValueError("expected paths of directories, one of them is empty")
-    return [_home(path) for path in paths] if isinstance(paths, (list, tuple)) else paths
-
-
-def _home(path: object) -> object:
-    try:
-        return Path(path).expanduser() if isinstance(path, (str, Path)) else path
-    except RuntimeError as error:
-        raise ValueError(f"expected a path, and {str(path)!r} names no user's home") from error
-
-
-Bytes = Annotated[ByteSize, BeforeValidator(_refuse_bool_bytes), Field(ge=0)]
-Number = BeforeValidator(_refuse_bool)
-Scale = Annotated[float, Number, Field(ge=2.0**-126, le=2.0**126)]  # it and its inverse are numbers in fp32
-Paths = Annotated[tuple[Path, ...], BeforeValidator(_one_path_is_a_list)]
 
 
 class Config(BaseModel):
@@ -115,18 +59,32 @@ class Config(BaseModel):
     """Bytes of host memory for shards: pinned where an accelerator is used, huge pages where the system has them."""
 
     nvme: Paths = ()
-    """Directories for shards that fit neither tier; several are striped. Each must exist. Empty: no third tier."""
+    """Directories for shards that fit neither tier; several are striped. Each must exist. Empty: no third tier. Of
+    several ranks each has its own: ``{rank}``, ``{local_rank}`` and ``{host}`` in a path are replaced, and in a path
+    without them it makes a directory ``rank-<rank>``."""
 
     nvme_weights: tuple[Annotated[float, Number, Field(gt=0)], ...] | None = None
     """Relative speeds of the ``nvme`` directories, one for each: shards are cut in this proportion. ``None``: several
     directories are measured at start, together, and a fifth more or less counts as equal. Changes speed only."""
+
+    stage: Annotated[Literal[0, 1, 2, 3], Digit] = 3
+    """What several ranks divide among them, each keeping one of as many equal slices. 0: nothing. 1: master weights and
+    optimizer states. 2: also gradients. 3: also parameters. The numbers are the same."""
+
+    reduction_dtype: Literal["same", "fp32"] = "same"
+    """With ``bf16`` and ``fp16``: what gradients travel in between ranks. ``"same"``: their own dtype, as in PyTorch's
+    DDP. ``"fp32"``: twice the bytes, and sums over ranks are kept in fp32."""
+
+    ranks_timeout_seconds: Annotated[float, Number, Field(gt=0, le=86400)] = 600.0
+    """How long ranks wait for one that does not come before all end with an error. One that has ended ends the others
+    at once."""
 
     precision: Precision = "fp32"
     """``"fp32"``: parameters and arithmetic as they are. ``"bf16"``: bf16 parameters, buffers and gradients, fp32
     master weights and optimizer states; gradients of several backwards are summed in fp32. ``"fp16"``: the same with
     fp16, and the loss is scaled: call ``engine.backward(loss)``."""
 
-    keep_fp32: Annotated[tuple[str, ...], BeforeValidator(_one_pattern_is_a_list)] = ()
+    keep_fp32: Patterns = ()
     """With ``bf16`` and ``fp16``: patterns of names of parameters and buffers that stay as the model made them, and are
     computed and stepped so: ``("*norm*", "blocks.*.router.*")``, ``*`` for any characters. Their modules get inputs as
     they come, so a module that wants them in fp32 casts them."""
@@ -160,7 +118,7 @@ class Config(BaseModel):
     prefetch: Annotated[int, Number, Field(ge=0, le=64)] = 2
     """How many units ahead of the one computing may be gathered. 0: every gather waits for its read."""
 
-    units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_one_name_is_a_list)] = "auto"
+    units: Names = "auto"
     """What is gathered together. ``"auto"`` finds repeated blocks; or class names of modules to take as units."""
 
     tile_large_layers: bool = False
@@ -249,7 +207,7 @@ class Config(BaseModel):
     """Worker threads per NVMe directory, or blocks in an io_uring: the queue depth seen by the device. At most 64 MiB
     are in flight for each directory, whatever ``io_block_bytes``."""
 
-    io_block_bytes: Annotated[ByteSize, BeforeValidator(_refuse_bool_bytes), Field(ge=4096)] = ByteSize(8 * _MIB)
+    io_block_bytes: Annotated[Bytes, Field(ge=4096)] = ByteSize(8 * _MIB)
     """Largest single system call, and the grain at which an urgent read overtakes a write."""
 
     compile: bool = False

@@ -99,3 +99,34 @@ def test_a_type_checker_knows_the_public_names_and_no_others(tmp_path: Path) -> 
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
     assert 'user.py:3: error: Module has no attribute "ModelEror"' in said
     assert "user.py:2:" not in said
+
+
+def test_what_ranks_divide() -> None:
+    assert [Config(stage=given).stage for given in (0, 1, 2, 3, "2")] == [0, 1, 2, 3, 2]  # type: ignore[arg-type]
+    for given in (4, "4", "", -1, 1.0):
+        with pytest.raises(ConfigError, match="Config: stage: "):
+            Config(stage=given)
+
+
+def test_ranks_wait_for_a_time_that_ends() -> None:
+    assert Config().ranks_timeout_seconds == 600
+    for given in (0, -1, float("inf"), float("nan"), 1e9):
+        with pytest.raises(ConfigError, match="Config: ranks_timeout_seconds: "):
+            Config(ranks_timeout_seconds=given)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/mnt/{node}", r"no placeholder is called \{node\}; there are \{rank\}, \{local_rank\}, \{host\}, got "),
+        ("/mnt/{rank}/{}", r"no placeholder is called \{\};"),
+        ("/mnt/{rank:04}", r"no placeholder is called \{rank:04\};"),
+        ("/mnt/{{rank}}", r"a brace stands alone in '/mnt/\{\{rank\}\}'"),
+        ("/mnt/{rank", r"a brace stands alone in '/mnt/\{rank'"),
+        ("/mnt/rank}", r"a brace stands alone in '/mnt/rank\}'"),
+    ],
+)
+def test_a_pattern_that_is_none_is_refused_by_name(path: str, message: str) -> None:
+    for given in (path, Path(path), ["/mnt/nvme", path]):
+        with pytest.raises(ConfigError, match=f"Config: nvme: {message}"):
+            Config(nvme=given)

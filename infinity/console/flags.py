@@ -114,7 +114,7 @@ def _is_list(field: FieldInfo) -> bool:
 def _metavar(field: FieldInfo) -> str:
     kinds = list(_kinds(field.annotation))
     if get_origin(field.annotation) is Literal:
-        return "|".join(get_args(field.annotation))
+        return "|".join(map(str, get_args(field.annotation)))
     several = tuple in kinds
     path = "DIR" if several else "PATH"
     words = {ByteSize: "SIZE", Path: path, float: "NUMBER", int: "COUNT", str: "NAME"}
