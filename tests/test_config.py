@@ -102,7 +102,7 @@ def test_a_type_checker_knows_the_public_names_and_no_others(tmp_path: Path) -> 
 
 
 def test_what_ranks_divide() -> None:
-    assert [Config(stage=given).stage for given in (0, 1, 2, 3, "2")] == [0, 1, 2, 3, 2]  # type: ignore[arg-type]
+    assert [Config(stage=given).stage for given in (0, 1, 2, 3, "2")] == [0, 1, 2, 3, 2]
     for given in (4, "4", "", -1, 1.0):
         with pytest.raises(ConfigError, match="Config: stage: "):
             Config(stage=given)
