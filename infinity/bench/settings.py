@@ -10,9 +10,10 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
-from infinity.config import BackendName, Paths
+from infinity.config import BackendName
 from infinity.console.output import STANDARD_OUTPUT, flag_error
 from infinity.errors import ConfigError
+from infinity.fields import Paths
 from infinity.io.backend import DIRECT_ALIGNMENT
 
 _MIB = 1 << 20

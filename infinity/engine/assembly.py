@@ -19,7 +19,6 @@ from infinity.engine.activity import Activity
 from infinity.engine.budget import plan_for, plan_within
 from infinity.engine.clipping import Clipper
 from infinity.engine.compiled import CompiledBlocks, check_compiling
-from infinity.engine.gradients import GradientSink
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.loading import ModelLoader
 from infinity.engine.norms import GradientNorms
@@ -30,9 +29,10 @@ from infinity.engine.persistence.checkpoint import CheckpointLoader, CheckpointS
 from infinity.engine.persistence.durability import Durability, Scratch
 from infinity.engine.persistence.durable import Durable
 from infinity.engine.persistence.resume import capacity_bytes, open_for
-from infinity.engine.precision import precision_of
-from infinity.engine.prefetch import BACKLOG_SHARE, Orders, PrefetchScheduler
+from infinity.engine.precision import Precision, precision_of
+from infinity.engine.prefetch import BACKLOG_SHARE, Orders
 from infinity.engine.randomness import Generators
+from infinity.engine.ranks.job import join_job
 from infinity.engine.recompute import Recomputation
 from infinity.engine.refusals import Refusals
 from infinity.engine.resources import Resources
@@ -48,7 +48,7 @@ from infinity.engine.tiling import tile_for_budget
 from infinity.engine.unit import PARAM
 from infinity.engine.values import Gathered, Values
 from infinity.engine.vertical import Room, Vertical
-from infinity.engine.weights import WeightReader, hook_state_dicts
+from infinity.engine.weights import hook_state_dicts
 from infinity.engine.wrap import find_blocks
 from infinity.engine.writer import WeightWriter
 from infinity.io.cores import warn_of_excess
@@ -75,12 +75,13 @@ class Assembly(ABC):
         model: the user's.
         optimizer: the user's.
         config: budgets and everything else.
+        group: the ranks that train together, a process group; ``None``: all that were started.
 
     Raises:
         InfinityError: it cannot be made; whatever was opened has been closed.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, group: Any = None) -> None:
         check_model(model, optimizer)
         # Blocks of the model as it came, before tiles.
         recomputed = find_blocks(model, config.units, setting="recompute") if config.recompute else {}
@@ -91,8 +92,27 @@ class Assembly(ABC):
         warn_of_excess()
         device = config.torch_device()
         check_compiling(config, device)
+        self._resources = Resources(device)
+        try:
+            self._build(model, optimizer, config, device, precision, recomputed, group)
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def _build(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        device: torch.device,
+        precision: Precision,
+        recomputed: Mapping[str, nn.Module],
+        group: Any,
+    ) -> None:
+        self._job = self._resources.job = join_job(config, device, group)
         self.module = model
-        self.config = config
+        self.config = config = self._job.config
+        device = self._job.device
         self.last_step: StepStats | None = None
         self.grad_norm: torch.Tensor | None = None
         self._scaling = scaling_for(config)
@@ -101,45 +121,44 @@ class Assembly(ABC):
         stepped = {param for group in optimizer.param_groups for param in group["params"]}
         traits = probe(optimizer)
         self._plan = plan_within(
-            model, config, device, lambda other: plan_for(model, stepped, traits.states, other, device)
+            model,
+            config,
+            device,
+            lambda other: plan_for(model, stepped, traits.states, other, device, self._job.slicing),
         )
+        self._job.check_plan(self._plan, optimizer)
         self._precision, self._units, self._parts = self._plan.precision, self._plan.units, self._plan.parts
-        self._resources = Resources(device)
-        try:
-            may_overlap = config.overlap and not traits.is_serial
-            overlaps = may_overlap and self._plan.can_overlap(config.ram, uploads=device.type != "cpu")
-            waits = config.max_grad_norm is not None or self._scaling.must_check()
-            waits = waits or config.on_nonfinite != "continue"
-            num_backwards = config.accumulation_steps if may_overlap else None
-            on_trial = waits and overlaps and num_backwards is not None and pays_to_speculate(self._plan, config)
-            num_backwards = num_backwards if on_trial or not waits else None
-            for_good = num_backwards is not None and not on_trial
-            self._orders = Orders(self._units, self._parts, self._plan.step_keys, under_backward=for_good)
-            self._build_tiers(device, saved_bytes=speculated_bytes(self._plan) if on_trial else 0)
-            # Where backward waits for steps, its gradients would displace what had been read for them.
-            self._build_schedule(reads_ahead=overlaps or num_backwards is None)
-            self._speculation = self._speculate() if on_trial else None
-            self._build_steps(optimizer, overlaps=overlaps, num_backwards=num_backwards)
-            self._capture = Capture(
-                self.module,
-                optimizer,
-                self._units,
-                self._plan,
-                self._store,
-                self._stepper,
-                self._scaling,
-                Generators(device),
-                config,
-            )
-            self._durability = self._resources.durability = self._build_durability()
-            self._take_over(optimizer, device)
-            self._build_accumulation(device)
-            self._resources.handles.append(Recomputation(list(recomputed.values())))
-            self._finalizer = weakref.finalize(self, self._resources.close)
-            self._durability.begin(self._checkpoint_loader.load)
-        except BaseException:
-            self._resources.close()
-            raise
+        may_overlap = config.overlap and not traits.is_serial
+        overlaps = may_overlap and self._plan.can_overlap(config.ram, uploads=device.type != "cpu")
+        waits = config.max_grad_norm is not None or self._scaling.must_check()
+        waits = waits or config.on_nonfinite != "continue"
+        num_backwards = config.accumulation_steps if may_overlap else None
+        on_trial = waits and overlaps and num_backwards is not None and pays_to_speculate(self._plan, config)
+        num_backwards = num_backwards if on_trial or not waits else None
+        for_good = num_backwards is not None and not on_trial
+        self._orders = Orders(self._units, self._parts, self._plan.step_keys, under_backward=for_good)
+        self._build_tiers(device, saved_bytes=speculated_bytes(self._plan) if on_trial else 0)
+        # Where backward waits for steps, its gradients would displace what had been read for them.
+        self._build_schedule(reads_ahead=overlaps or num_backwards is None)
+        self._speculation = self._speculate() if on_trial else None
+        self._build_steps(optimizer, overlaps=overlaps, num_backwards=num_backwards)
+        self._capture = Capture(
+            self.module,
+            optimizer,
+            self._units,
+            self._plan,
+            self._store,
+            self._stepper,
+            self._scaling,
+            Generators(device),
+            config,
+        )
+        self._durability = self._resources.durability = self._build_durability()
+        self._take_over(optimizer, device)
+        self._build_accumulation(device)
+        self._resources.handles.append(Recomputation(list(recomputed.values())))
+        self._finalizer = weakref.finalize(self, self._resources.close)
+        self._durability.begin(self._checkpoint_loader.load)
         self._account = StepAccount(self._store, self._scheduler, self.recorder)
 
     @property
@@ -230,9 +249,11 @@ class Assembly(ABC):
         self._activity = Activity(recorder)
         step_bytes = [plan.step_bytes(part) for part in self._parts if part.stepped]
         self._stream = resources.stream = StepStream(
-            self._stepper, self._device, unit_distance=self._orders.next_in_training
+            self._stepper,
+            functools.partial(self._job.before_step, self._device),
+            unit_distance=self._orders.next_in_training,
         )
-        self._scheduler = PrefetchScheduler(
+        self._scheduler = self._job.build_scheduler(
             resources.loop,
             self._store,
             self._device,
@@ -245,6 +266,7 @@ class Assembly(ABC):
             ahead_bytes=max(step_bytes, default=0) if reads_ahead else 0,
             backlog_bytes=self.config.ram // BACKLOG_SHARE,
         )
+        self._job.build_gathers(self._scheduler, plan, self._device, self._store, self._orders, self._stream)
 
     def _speculate(self) -> Speculation:
         begin = functools.partial(
@@ -256,11 +278,11 @@ class Assembly(ABC):
         config, loop, scaling = self.config, self._resources.loop, self._scaling
         norm_type = 2.0 if config.max_grad_norm is not None else scaling.norm_type
         norms = GradientNorms(norm_type, num_backwards=config.accumulation_steps, scaling=scaling)
-        self._gradients = GradientSink(
+        self._gradients = self._job.build_gradients(
             loop,
             self._store,
             self._scheduler,
-            self._parts,
+            plan=self._plan,
             norms=norms,
             scaling=scaling,
             num_backwards=num_backwards,
@@ -332,9 +354,12 @@ class Assembly(ABC):
         """Move the model's values and the optimizer's state into the tiers, and hook both."""
         loop, resources, plan, stepper = self._resources.loop, self._resources, self._plan, self._stepper
         formats: dict[str, Any] = {"format_of": plan.format_of, "state_format_of": plan.state_format_of}
-        self.buffer_bytes = convert_buffers(self.module, self._precision, device)
+        share = self._job.share
+        self.buffer_bytes = convert_buffers(self.module, self._precision, device, share)
         resources.refusals = Refusals(self.module, self._units)
-        loader = Loader(loop, self._store, optimizer, compute=stepper.compute, **formats)
+        loader = Loader(
+            loop, self._store, optimizer, compute=stepper.compute, stored=self._parts, share=share, **formats
+        )
         if not self._durability.resume(lambda: loader.leave(self._units)):
             stepper.adopt(loader.load(self._units))
         self._scheduler.start()
@@ -352,7 +377,7 @@ class Assembly(ABC):
         if self.config.compile:
             blocks = find_blocks(self.module, self.config.units, setting="compile")
             resources.compiled = CompiledBlocks(blocks, self._units, self.config.compile_backend)
-        self._reader = WeightReader(loop, self._store, self._parts, settled=self._steps.settle, **formats)
+        self._reader = self._job.build_reader(loop, self._store, plan=plan, settled=self._steps.settle, **formats)
         resources.handles = hook_state_dicts(self.module, self._reader)
         self.values = Values(
             loop,
@@ -363,7 +388,7 @@ class Assembly(ABC):
             WeightWriter(
                 loop,
                 self._store,
-                self._device,
+                functools.partial(self._job.after_change, self._device),
                 self._units,
                 format_of=plan.format_of,
                 compute=stepper.compute,

@@ -24,9 +24,10 @@ from infinity.engine.formats import FormatOf, with_masters
 from infinity.engine.partition import lay_out_units
 from infinity.engine.planar import with_planes
 from infinity.engine.precision import Precision, precision_of
+from infinity.engine.slicing import ALONE, Slicing
 from infinity.engine.states import StateFormatOf, scratch_kind, states_as
 from infinity.engine.tiling import advice
-from infinity.engine.unit import GRAD, GRAD_SUM, Part, Unit, state_kind
+from infinity.engine.unit import GATHERED, GRAD, GRAD_SUM, Part, Unit, state_kind
 from infinity.engine.wrap import plan_compiled_units, plan_units
 from infinity.errors import BudgetError
 from infinity.store.shard import ShardKey
@@ -45,10 +46,11 @@ class Plan:
 
     Attributes:
         units: all units.
-        parts: all parts, numbered across units.
+        parts: all parts as this rank stores them, numbered across units.
         precision: the dtypes.
         format_of: how the weights of each part are stored.
         state_format_of: how its optimizer states are.
+        slicing: what of the state this rank has.
     """
 
     units: Sequence[Unit]
@@ -56,6 +58,16 @@ class Plan:
     precision: Precision
     format_of: FormatOf
     state_format_of: StateFormatOf
+    slicing: Slicing = ALONE
+
+    @property
+    def whole_parts(self) -> list[Part]:
+        """All parts, whole."""
+        return [part for unit in self.units for part in unit.parts]
+
+    def whole(self, part: Part) -> Part:
+        """The whole of a part."""
+        return self.units[part.unit].parts[part.position]
 
     def shard_bytes(self, part: Part) -> dict[str, int]:
         """The shards that a part may have: bytes by kind."""
@@ -74,9 +86,10 @@ class Plan:
         """The shards that a part may have beside its weights."""
         if not part.stepped:
             return {}
-        sizes = {GRAD: part.param_bytes}
+        waiting = part if self.slicing.cuts_gradients else self.whole(part)
+        sizes = {GRAD: waiting.param_bytes}
         if part.sum_dtype != part.compute_dtype:
-            sizes[GRAD_SUM] = part.num_bytes(part.sum_dtype)
+            sizes[GRAD_SUM] = waiting.num_bytes(part.sum_dtype)
         state_bytes = self.state_format_of(part, part.step_dtype).num_bytes(part)
         return sizes | {state_kind(name): state_bytes for name in part.state_names}
 
@@ -88,7 +101,8 @@ class Plan:
     @property
     def nvme_bytes(self) -> int:
         """The most that NVMe may have to hold."""
-        return sum(sum(self.shard_bytes(part).values()) for part in self.parts)
+        beside = sum(sum(self.slicing.beside(part).values()) for part in self.whole_parts)
+        return sum(sum(self.shard_bytes(part).values()) for part in self.parts) + beside
 
     @property
     def committed_bytes(self) -> int:
@@ -116,11 +130,11 @@ class Plan:
     def backward_bytes(self, unit: Unit) -> int:
         """Host memory that the gradients of one unit need at the same time."""
         kept = promoting = 0
-        for part in unit.parts:
+        for part in (self.parts[whole.index] for whole in unit.parts):
             sizes = self.shard_bytes(part)
             kept += max(sizes.get(GRAD, 0), sizes.get(GRAD_SUM, 0))
             promoting = max(promoting, min(sizes.get(GRAD, 0), sizes.get(GRAD_SUM, 0)))
-        return kept + promoting
+        return kept + promoting + self.slicing.own_bytes(unit.parts)
 
     def smallest_hbm(self, model: nn.Module) -> tuple[int, list[Unit]]:
         """The smallest device budget, and the units that need it at the same time."""
@@ -191,8 +205,10 @@ class Plan:
     @property
     def _resident_bytes(self) -> int:
         """Host memory for everything when there is no tier below, sums of several backwards included."""
-        return sum(self.step_bytes(part) for part in self.parts) + max(
-            (self.backward_bytes(unit) for unit in self.units), default=0
+        return (
+            sum(self.step_bytes(part) for part in self.parts)
+            + max((self.backward_bytes(unit) for unit in self.units), default=0)
+            + sum(self.slicing.beside(part).get(GATHERED, 0) for part in self.whole_parts)
         )
 
     def _ram_arithmetic(self, ram: int) -> str:
@@ -212,6 +228,7 @@ def plan_for(
     states: Mapping[nn.Parameter, Sequence[str]],
     config: Config,
     device: torch.device,
+    slicing: Slicing = ALONE,
 ) -> Plan:
     """Divide a model for the budgets of a configuration.
 
@@ -221,6 +238,7 @@ def plan_for(
         states: the names of its states of each parameter's shape.
         config: budgets, precision and units.
         device: where it trains.
+        slicing: what of the state this rank has.
 
     Raises:
         ConfigError: ``config.units`` names a class of which the model has no module, or there is nothing to compile.
@@ -235,9 +253,10 @@ def plan_for(
         states=states,
         sub_group_bytes=sub_group_bytes(config),
         largest_bytes=config.ram // 2 if config.sub_group_bytes is None else 0,
+        num_slices=slicing.num_slices,
     )
-    parts = [part for unit in units for part in unit.parts]
-    plan = Plan(units, parts, precision, with_masters, states_as(config.optimizer_states, parts))
+    parts = [slicing.stored(part) for unit in units for part in unit.parts]
+    plan = Plan(units, parts, precision, with_masters, states_as(config.optimizer_states, parts), slicing)
     # What stays in host memory is not written, so that fewer bytes would be more arithmetic for nothing.
     if not config.nvme or plan.state_bytes <= PLANES_PAY_BELOW * config.ram:
         return plan

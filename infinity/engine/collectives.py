@@ -192,15 +192,15 @@ class Collectives:
             if work is not None:
                 work.wait()
 
-    def broadcast(self, tensor: torch.Tensor, *, phase: str = "broadcast") -> None:
-        """Give every rank what rank 0 has: contiguous, on the device.
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0, phase: str = "broadcast") -> None:
+        """Give every rank what one has: contiguous, on the device.
 
         Raises:
             RanksError: another rank has ended or did not come in time.
         """
         with self._named(phase):
             if tensor.numel():
-                dist.broadcast(tensor.view(-1).view(torch.uint8), group=self._data, group_src=0)
+                dist.broadcast(tensor.view(-1).view(torch.uint8), group=self._data, group_src=source)
 
     def agree(self, what: str, failure: BaseException | None = None) -> None:
         """Make sure that every rank is about to do the same.

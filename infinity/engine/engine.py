@@ -251,12 +251,16 @@ class Engine(Checkpoints):
     @property
     def num_parameters(self) -> int:
         """How many elements the model's parameters have, shared ones once."""
-        return sum(slot.num_elements for part in self._parts for slot in part.slots)
+        return sum(slot.num_elements for part in self._plan.whole_parts for slot in part.slots)
 
     @property
     def state_bytes(self) -> int:
-        """Parameters, master weights, gradients and optimizer states together, padding included."""
+        """This rank's parameters, master weights, gradients and optimizer states together, padding included."""
         return self._plan.state_bytes
+
+    def collective_bytes(self) -> dict[str, int]:
+        """What this rank has sent to others since the start, by kind of collective; nothing on one rank."""
+        return self._job.collective_bytes
 
     def close(self) -> None:
         """End all work and give back memory, files and hooks. Closing twice is harmless.

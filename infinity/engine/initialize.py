@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,11 +12,16 @@ from infinity.config import Config
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     config: Config | dict[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    process_group: ProcessGroup | None = None,
 ) -> Engine:
     """Put a model and its optimizer under the engine.
 
@@ -27,11 +32,14 @@ def initialize(
         model: the model, real or made under ``infinity.deferred_init()``.
         optimizer: any ``torch.optim`` optimizer of the model's parameters.
         config: a ``Config``, its fields as a dictionary, or the path of a JSON file; ``None`` for the defaults.
+        process_group: the ranks that train together; every one of them calls this. ``None``: all of the default group,
+            or all that torchrun has started, or this process alone.
 
     Raises:
         ConfigError: the configuration cannot be used.
         ModelError: the model or the optimizer cannot be managed.
         BudgetError: the budgets are too small; the message names the smallest that would do.
+        RanksError: not all ranks came.
         DirectoryError: an NVMe path is missing, unusable or in use by another job.
         DiskFullError: the NVMe paths have no room for the state.
     """
@@ -43,4 +51,4 @@ def initialize(
         config = Config.from_json(config)
     elif not isinstance(config, Config):
         raise ConfigError(f"config: expected a Config, a dictionary or a path, got {type(config).__name__}")
-    return Engine(model, optimizer, config)
+    return Engine(model, optimizer, config, process_group)

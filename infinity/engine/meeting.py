@@ -24,6 +24,29 @@ def started_as_ranks() -> bool:
     return "RANK" in os.environ and _number("WORLD_SIZE", "1") > 1
 
 
+def meet(device: torch.device, *, seconds: float, group: dist.ProcessGroup | None = None) -> Collectives | None:
+    """The other ranks of ``group``, or of all that torchrun, or the user, started; ``None`` where this is the only one.
+
+    Args:
+        device: as for ``open_process_group``.
+        seconds: how long ranks may be apart, whatever they do.
+        group: the ranks that meet.
+
+    Raises:
+        ConfigError: there is no library for collectives between such devices.
+        RanksError: not all came.
+    """
+    if group is not None:
+        is_alone = dist.get_world_size(group) == 1
+    elif dist.is_initialized():
+        is_alone = dist.get_world_size() == 1
+    else:
+        is_alone = not started_as_ranks()
+    if is_alone:
+        return None
+    return open_process_group(device, timeout_seconds=seconds, patience_seconds=seconds, group=group)
+
+
 def open_process_group(
     device: torch.device,
     *,

@@ -136,7 +136,7 @@ class OptimizerLoader:
                 needed, state = expected.get(slot.param, ()), trial.state.get(slot.param, {})
                 self._check_state(part, position, state, needed)
                 shards.update(dict.fromkeys(needed, slot))
-                shards.update({name: slot for name, value in state.items() if is_shard(value, slot)})
+                shards.update({name: slot for name, value in state.items() if is_shard(value, slot.original)})
             more = [name for name in shards if name not in part.state_names]
             if more and len(shards) > len(part.state_names):
                 planned = ", ".join(part.state_names) or "none"
@@ -159,7 +159,9 @@ class OptimizerLoader:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) or (name in needed and value is not None):
                 known = live.get(name)
-                shape = slot.shape if name in needed else known.shape if isinstance(known, torch.Tensor) else None
+                shape = (
+                    slot.original.shape if name in needed else known.shape if isinstance(known, torch.Tensor) else None
+                )
                 check_tensor(f"{_WHERE}: state {name!r} of parameter {slot.name}", value, shape)
 
     def _replace(

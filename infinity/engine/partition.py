@@ -25,6 +25,7 @@ def lay_out_units(
     states: Mapping[nn.Parameter, Sequence[str]],
     sub_group_bytes: int,
     largest_bytes: int = 0,
+    num_slices: int = 1,
 ) -> list[Unit]:
     """Cut each unit into parts and give every parameter its place.
 
@@ -37,6 +38,7 @@ def lay_out_units(
         sub_group_bytes: the largest state of a part of several parameters.
         largest_bytes: up to which that may be as much as the largest parameter's: a step has to have memory for that
             one anyway, and each part takes as many transfers and calls of the optimizer, however small it is.
+        num_slices: into how many equal slices each part is to be cut.
 
     Returns:
         The units, with parts numbered across them.
@@ -50,7 +52,7 @@ def lay_out_units(
         unit = Unit(len(units), plan.name, plan.triggers, [], device)
         for part in _cut(plan, stepped, precision, states, size_of, limit_bytes):
             part.index, part.unit, part.position = num_parts, unit.index, len(unit.parts)
-            part.lay_out()
+            part.lay_out(num_slices)
             part.start = unit.num_bytes
             unit.parts.append(part)
             num_parts += 1

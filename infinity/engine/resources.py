@@ -12,6 +12,7 @@ from infinity.engine.compiled import CompiledBlocks
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.lent import LentThread
 from infinity.engine.persistence.durability import Durability
+from infinity.engine.ranks.job import Job
 from infinity.engine.refusals import Refusals
 from infinity.engine.stream import StepStream
 from infinity.engine.worker import OptimizerThread, Worker
@@ -47,6 +48,7 @@ class Resources:
         self.refusals: Refusals | None = None
         self.handles: list[Any] = []
         self.durability: Durability | None = None
+        self.job: Job | None = None
         register_exit(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
@@ -62,6 +64,8 @@ class Resources:
             return
         unregister_exit(self._close_at_exit)
         with contextlib.ExitStack() as stack:
+            if self.job is not None:
+                stack.callback(self.job.leave)
             if self.refusals is not None:
                 stack.callback(self.refusals.close)
             if self.state is not None:
@@ -73,6 +77,8 @@ class Resources:
             stack.callback(self.worker.shutdown)
             if (device := self.device) is not None:
                 stack.callback(lambda: self.loop.run(device.aclose()))
+            if self.job is not None:
+                stack.callback(self.job.stop)  # what waits for other ranks ends, and with it its memory is free
             for handle in self.handles:
                 stack.callback(handle.remove)
             if self.hooks is not None:

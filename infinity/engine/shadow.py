@@ -43,7 +43,7 @@ _SCALARS = (int, float, bool, str, type(None))
 
 def is_shard(value: object, slot: Slot) -> bool:
     """Whether a state of a slot's parameter is kept as a shard."""
-    return isinstance(value, torch.Tensor) and value.shape == slot.shape and value.numel() > 1
+    return isinstance(value, torch.Tensor) and value.shape == slot.shape and slot.original.num_elements > 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from infinity.store.loop import LoopThread
 from infinity.store.store import TieredStore
 
 _OWNER = "start"
+
+Share = Callable[[str, torch.Tensor], torch.Tensor]
+"""Makes a value that all ranks have in common of each one's own, by name."""
 
 
 def check_model(model: object, optimizer: object) -> None:
@@ -121,7 +124,9 @@ def _check_memory(params: dict[str, nn.Parameter]) -> None:
             )
 
 
-def convert_buffers(model: nn.Module, precision: Precision, device: torch.device) -> int:
+def convert_buffers(
+    model: nn.Module, precision: Precision, device: torch.device, share: Share = lambda name, value: value
+) -> int:
     """Bring buffers to the device in the dtype that computes; they stay there. Returns their bytes."""
     converted: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, module in model.named_modules():
@@ -131,7 +136,8 @@ def convert_buffers(model: nn.Module, precision: Precision, device: torch.device
             if buffer not in converted:
                 value = materialize(buffer) if buffer.is_meta else buffer
                 full_name = f"{prefix}.{name}" if prefix else name
-                converted[buffer] = value.to(device, precision.compute_dtype(value.dtype, full_name))
+                value = value.to(device, precision.compute_dtype(value.dtype, full_name))
+                converted[buffer] = share(full_name, value)
             module._buffers[name] = converted[buffer]
     return sum(buffer.numel() * buffer.element_size() for buffer in set(converted.values()))
 
@@ -146,6 +152,8 @@ class Loader:
         format_of: how the weights of each part are stored.
         compute: runs arithmetic off the loop.
         state_format_of: how its optimizer states are.
+        stored: all parts as this rank stores them.
+        share: makes a value that all ranks have in common of each one's own, by name.
     """
 
     def __init__(
@@ -156,10 +164,14 @@ class Loader:
         *,
         format_of: FormatOf,
         compute: Compute,
+        stored: Sequence[Part],
         state_format_of: StateFormatOf = exact_states,
+        share: Share = lambda name, value: value,
     ) -> None:
         self._loop = loop
         self._store = store
+        self._stored = stored
+        self._share = share
         self._optimizer = optimizer
         self._format_of = format_of
         self._state_format_of = state_format_of
@@ -186,16 +198,18 @@ class Loader:
                     self._empty(unit, part, slot)
                     self._optimizer.state.pop(slot.param, None)
 
-    def _load_part(self, unit: Unit, part: Part) -> PartState:
+    def _load_part(self, unit: Unit, whole: Part) -> PartState:
+        part = self._stored[whole.index]
         weights = self._format_of(part).create(self._store, part, _OWNER)
         self._loop.run(weights.pin())
         for position, slot in enumerate(part.slots):
             value = self._materialize(slot.param) if slot.param.is_meta else slot.param.detach()
+            value = slot.take(self._share(slot.name, value))
             if not weights.write(position, value):
                 self._loop.run(weights.widen(self._compute))
                 weights.write(position, value)
             del value
-            self._empty(unit, part, slot)
+            self._empty(unit, part, slot.original)
         self._loop.run(weights.release(changed=True))
         return self.load_state(part) if part.stepped else PartState()
 
@@ -220,9 +234,9 @@ class Loader:
         found: dict[str, dict[int, torch.Tensor]] = {}
         for position, slot in enumerate(part.slots):
             for name, value in self._optimizer.state.pop(slot.param, {}).items():
-                if is_shard(value, slot):
-                    found.setdefault(name, {})[position] = value
-                else:
+                if is_shard(value, slot.original):
+                    found.setdefault(name, {})[position] = slot.take(value)
+                elif not slot.is_left_out:
                     state.small[position][name] = value
         for name, values in found.items():
             dtype = next(iter(values.values())).dtype

@@ -89,6 +89,11 @@ class Slot:
         return math.prod(self.shape)
 
     @property
+    def original(self) -> Slot:
+        """The slot of the whole parameter."""
+        return self
+
+    @property
     def is_left_out(self) -> bool:
         """Whether all of its elements are other ranks'."""
         return False
@@ -103,10 +108,12 @@ class Slot:
 
     def cut(self, start: int, stop: int) -> Slot:
         """What of it lies between two elements of its part, in a shard that begins at the first."""
-        first = min(max(self.offset, start), stop)
-        last = max(min(self.offset + self.num_elements, stop), first)
-        size = torch.Size([last - first])
-        return CutSlot(self.name, self.param, size, (1,), first - start, whole=self, skipped=first - self.offset)
+        end = self.offset + self.num_elements
+        first, last = min(max(start, self.offset), end), min(max(stop, self.offset), end)
+        place = min(max(self.offset, start), stop) - start
+        return CutSlot(
+            self.name, self.param, torch.Size([last - first]), (1,), place, whole=self, skipped=first - self.offset
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +127,11 @@ class CutSlot(Slot):
 
     whole: Slot = field(kw_only=True, repr=False)
     skipped: int = field(kw_only=True)
+
+    @property
+    def original(self) -> Slot:
+        """See ``Slot``."""
+        return self.whole
 
     @property
     def is_left_out(self) -> bool:

@@ -23,7 +23,7 @@ from infinity.engine.incoming import check_tensor
 from infinity.engine.saved import SavedTensors
 from infinity.engine.states import StateFormatOf
 from infinity.engine.substep import PartState
-from infinity.engine.unit import Part, Slot, Unit, state_kind
+from infinity.engine.unit import Part, PartGradients, Slot, Unit, state_kind
 from infinity.engine.weights import PartShelf, WeightReader
 from infinity.engine.writer import Change, WeightWriter, copy_of
 from infinity.errors import EngineStateError, ModelError
@@ -124,7 +124,8 @@ class Values:
         """
         part, position = self._begin(param, "set_weight")
         slot = part.slots[position]
-        self._writer.change([(part, position, copy_of(check_tensor(f"parameter {slot.name}", value, slot.shape)))])
+        value = check_tensor(f"parameter {slot.name}", value, slot.original.shape)
+        self._writer.change([(part, position, copy_of(slot.take(value)))])
 
     def load(self, values: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Change many weights at full precision, part by part.
@@ -137,12 +138,13 @@ class Values:
             StorageError: a shard could not be read or written.
         """
         self._settle("load_state_dict")
-        self._writer.change([(*self._place(param), copy_of(value)) for param, value in values.items()])
+        places = ((*self._place(param), value) for param, value in values.items())
+        self._writer.change((part, i, copy_of(part.slots[i].take(value))) for part, i, value in places)
 
     def empty(self, param: nn.Parameter) -> torch.Tensor:
         """Memory for a weight at full precision, on the CPU."""
         part, position = self._place(param)
-        slot = part.slots[position]
+        slot = part.slots[position].original
         return torch.empty_strided(slot.shape, slot.stride, dtype=part.step_dtype)
 
     def part_of(self, param: nn.Parameter) -> Part:
@@ -169,11 +171,11 @@ class Values:
         slot = part.slots[position]
         for waiting in self._gradients.waiting():
             if waiting.part is part and position in waiting.present:
-                take = functools.partial(_clone, slot, waiting.dtype)
+                take = functools.partial(_clone, slot, waiting)
                 gradient = PartShelf(self._loop, self._store, part).look(waiting.kind, take).to(part.step_dtype)
                 for scale in waiting.scales.get(position, ()):
                     gradient.mul_(scale)
-                return gradient
+                return self._reader.join(slot, gradient)
         return None if param.grad is None else param.grad.detach().cpu().clone()
 
     def set_grad(self, param: nn.Parameter, value: torch.Tensor) -> None:
@@ -190,7 +192,7 @@ class Values:
         """
         part, position = self._begin(param, "set_grad")
         slot = part.slots[position]
-        value = check_tensor(f"gradient of parameter {slot.name}", value, slot.shape).detach()
+        value = check_tensor(f"gradient of parameter {slot.name}", value, slot.original.shape).detach()
         with torch.inference_mode(False):
             if part.stepped:
                 self._gradients.replace(part, position, value.to("cpu", part.step_dtype))
@@ -226,6 +228,8 @@ class Values:
         """
         part, position = self._begin(param, "set_state")
         slot, state = part.slots[position], self._state_of(part)
+        if slot.is_left_out:
+            return
         small, (dtype, positions) = state.small[position], state.shards.get(name, (None, set()))
         if position not in positions:
             if name not in small:
@@ -235,7 +239,8 @@ class Values:
             return
         assert dtype is not None
         states = self._state_format_of(part, dtype)
-        value = check_tensor(f"optimizer state {name!r} of parameter {slot.name}", value, slot.shape).to("cpu", dtype)
+        value = check_tensor(f"optimizer state {name!r} of parameter {slot.name}", value, slot.original.shape)
+        value = slot.take(value).to("cpu", dtype)
 
         async def write() -> None:
             key = part.key(state_kind(name))
@@ -261,7 +266,7 @@ class Values:
                 slot = part.slots[position]
                 self._gathered.names.add(slot.name)
                 param.data = self._reader.read(param, full=False).to(self._units[part.unit].device)
-                assert param.stride() == slot.stride
+                assert param.stride() == slot.original.stride
             before = {param: (param._version, param.data_ptr()) for param in places}
             saved.push()
             try:
@@ -273,8 +278,8 @@ class Values:
         finally:
             self._gathered.names.clear()
             for part, position in places.values():
-                self._units[part.unit].leave(part, part.slots[position])
-                self._units[part.unit].note_versions(part.slots[position])
+                self._units[part.unit].leave(part, part.slots[position].original)
+                self._units[part.unit].note_versions(part.slots[position].original)
         if modify:
             self._keep(places, found)
         elif before != after:
@@ -291,7 +296,8 @@ class Values:
         changes: list[tuple[Part, int, Change]] = []
         for param, (part, position) in places.items():
             slot = part.slots[position]
-            value = check_tensor(f"parameter {slot.name}", found[param], slot.shape).to("cpu", part.compute_dtype)
+            value = check_tensor(f"parameter {slot.name}", found[param], slot.original.shape)
+            value = slot.take(value).to("cpu", part.compute_dtype)
             changes.append((part, position, functools.partial(_copy_changed, value)))
         self._writer.change(changes)
 
@@ -328,8 +334,8 @@ def _hold_nothing(unit: Unit, reads: bool) -> None:
     raise AssertionError("no unit is gathered")
 
 
-def _clone(slot: Slot, dtype: torch.dtype, shard: torch.Tensor) -> torch.Tensor:
-    return slot.view(shard.view(dtype)).clone()
+def _clone(slot: Slot, gradients: PartGradients, shard: torch.Tensor) -> torch.Tensor:
+    return slot.view(gradients.flat(shard)).clone()
 
 
 def _copy_changed(value: torch.Tensor, weight: torch.Tensor) -> None:

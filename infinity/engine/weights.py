@@ -81,8 +81,12 @@ class WeightReader:
         self._settled()
         shelf = PartShelf(self._loop, self._store, part)
         if full:
-            return self._format_of(part).read(part, slot, shelf)
-        return shelf.look(PARAM, lambda shard: slot.view(shard.view(part.compute_dtype)).clone())
+            return self.join(slot, self._format_of(part).read(part, slot, shelf))
+        return self.join(slot, shelf.look(PARAM, lambda shard: slot.view(shard.view(part.compute_dtype)).clone()))
+
+    def join(self, slot: Slot, piece: torch.Tensor) -> torch.Tensor:
+        """All of a value of a slot's parameter, of which this rank has ``piece``; the same on all ranks."""
+        return piece
 
     def read_state(self, param: nn.Parameter, state_of: Callable[[Part], PartState]) -> dict[str, Any]:
         """A copy of the optimizer's state of a parameter, on the CPU; empty before its first step.
@@ -96,7 +100,10 @@ class WeightReader:
         """
         self._settled()
         part, slot = self._places[param]
-        position, state = part.slots.index(slot), state_of(part)
+        return self._read_state(part, slot, state_of(part))
+
+    def _read_state(self, part: Part, slot: Slot, state: PartState) -> dict[str, Any]:
+        position = part.slots.index(slot)
         small = {
             name: value.clone() if isinstance(value, torch.Tensor) else value
             for name, value in state.small.get(position, {}).items()

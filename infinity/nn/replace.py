@@ -21,8 +21,8 @@ from typing import NoReturn, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from infinity.config import Bytes
 from infinity.errors import ConfigError, ModelError
+from infinity.fields import Bytes
 from infinity.nn.embedding import TiledEmbedding
 from infinity.nn.linear import LinearTile, TiledLinear
 from infinity.nn.tiles import Tile, TiledLayer, own_rows, tile_bounds

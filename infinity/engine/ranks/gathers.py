@@ -300,8 +300,7 @@ class PlannedGathers:
         for part in kept:
             await self._store.delete(part.key(GATHERED))
         for unit in stale:
-            if unit not in self._kept:
-                self._register(unit)
+            self._register(unit)
 
     async def _complete(self, unit: int, buffer: torch.Tensor) -> None:
         """This rank's slices are in ``buffer``: have the others' come, and keep the whole where that is due."""
