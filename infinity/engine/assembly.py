@@ -28,7 +28,6 @@ from infinity.engine.persistence.capture import Capture
 from infinity.engine.persistence.checkpoint import CheckpointLoader, CheckpointSaver
 from infinity.engine.persistence.durability import Durability, Scratch
 from infinity.engine.persistence.durable import Durable
-from infinity.engine.persistence.resume import capacity_bytes, open_for
 from infinity.engine.precision import Precision, precision_of
 from infinity.engine.prefetch import BACKLOG_SHARE, Orders
 from infinity.engine.randomness import Generators
@@ -44,19 +43,15 @@ from infinity.engine.start import Loader, check_model, convert_buffers
 from infinity.engine.steps import OptimizerSteps
 from infinity.engine.stream import StepStream
 from infinity.engine.substep import SubGroupStepper
+from infinity.engine.tiers import open_tiers
 from infinity.engine.tiling import tile_for_budget
-from infinity.engine.unit import PARAM
 from infinity.engine.values import Gathered, Values
 from infinity.engine.vertical import Room, Vertical
 from infinity.engine.weights import hook_state_dicts
 from infinity.engine.wrap import find_blocks
 from infinity.engine.writer import WeightWriter
 from infinity.io.cores import warn_of_excess
-from infinity.io.numa import choose_placement
 from infinity.store.commits import Commits
-from infinity.store.device import AcceleratorDevice, ArenaDevice, Piece
-from infinity.store.nvme import NvmeTier
-from infinity.store.store import TieredStore
 from infinity.trace import OPTIMIZER, Recorder, ShardSpans, StepStats
 
 
@@ -197,46 +192,11 @@ class Assembly(ABC):
     def _build_tiers(self, device: torch.device, *, saved_bytes: int) -> None:
         config, resources, orders = self.config, self._resources, self._orders
         transfers = ShardSpans(self.recorder, self.unit_names)
-        if config.nvme:
-            state = resources.state = resources.loop.run(open_for(config))
-            resources.nvme = resources.loop.run(
-                NvmeTier.open(
-                    config.nvme,
-                    capacity_bytes=capacity_bytes(self._plan, config, state, saved_bytes=saved_bytes),
-                    backend_name=config.io_backend,
-                    num_threads=config.io_num_threads,
-                    block_bytes=config.io_block_bytes,
-                    weights=config.nvme_weights,
-                    observe=transfers,
-                    state=state,
-                    verify=config.verify,
-                )
-            )
-        placement = choose_placement(device, config.nvme)
-        self._store = store = resources.store = TieredStore(
-            config.ram,
-            resources.nvme,
-            distance=orders.shard_distance,
-            on_room=lambda: orders.look_ahead(),
-            placement=placement,
-            pin=device.type == "cuda",
-            poison=config.debug,
-        )
-        self._activations = ActivationShards(store, orders, config.activation_bytes)
-        if device.type == "cpu":
-            resources.device = ArenaDevice(
-                config.hbm, store, distance=orders.unit_distance, poison=config.debug, placement=placement
-            )
-        else:
-            resources.device = AcceleratorDevice(
-                device, config.hbm, store, distance=orders.unit_distance, poison=config.debug
-            )
-        self._device = device_tier = resources.device
-        transfers.add_gauge("host bytes", lambda: store.host.usage().used_bytes)
-        transfers.add_gauge("device bytes", lambda: device_tier.usage().used_bytes)
-        for unit in self._units:
-            pieces = [Piece(part.key(PARAM), part.start, part.stop) for part in unit.parts]
-            self._device.register(unit.index, unit.num_bytes, pieces)
+        open_tiers(resources, self._plan, config, orders, transfers, device, saved_bytes=saved_bytes)
+        assert resources.store is not None
+        assert resources.device is not None
+        self._store, self._device = resources.store, resources.device
+        self._activations = ActivationShards(self._store, orders, config.activation_bytes)
 
     def _build_schedule(self, *, reads_ahead: bool) -> None:
         plan, resources, recorder, names = self._plan, self._resources, self.recorder, self.unit_names

@@ -32,6 +32,8 @@ import xxhash
 from infinity.engine.transport import RankFacts, describe_transport, rank_facts
 from infinity.errors import InfinityError, RanksError
 
+ProcessGroup = dist.ProcessGroup
+
 _HALF = (torch.float16, torch.bfloat16)
 _PIECE_ELEMENTS = 1 << 17
 _STAGED_ELEMENTS = 1 << 22

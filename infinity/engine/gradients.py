@@ -134,8 +134,7 @@ class GradientSink:
         self._expect(part, position)
 
     def _expect(self, part: Part, position: int) -> None:
-        slot = part.slots[position]
-        self._refuse_more(part, slot)
+        self._refuse_more(part, slot := part.slots[position])
         self._placeholders.refuse_change(slot)
         if self._placeholders.is_on(slot):
             slot.param.grad = None
@@ -201,8 +200,7 @@ class GradientSink:
         Raises:
             EngineStateError: its step may have begun. Others as for ``arrive``.
         """
-        slot = part.slots[position]
-        self._refuse_more(part, slot)
+        self._refuse_more(part, slot := part.slots[position])
         self.let_go()
         gradients = self._gradients.setdefault(part.index, Arrived(backward=self.backwards.current))
         if part.sum_dtype == part.compute_dtype or gradients.kind == GRAD_SUM:
@@ -251,11 +249,7 @@ class GradientSink:
         self._loop.run(self._delete(self._parts[i].key(g.kind) for i, g in gradients.items()))
 
     def waiting(self) -> list[PartGradients]:
-        """The gradients that a step would take now: parts in order; with those whose step has begun on trial.
-
-        Raises:
-            ModelError: as for ``take``.
-        """
+        """What a step would take now, with what has begun on trial: parts in order. Raises as ``take``."""
         self.end_backward()
         self._refuse_changes()
         self._take_users()
@@ -288,9 +282,8 @@ class GradientSink:
                 if self._placeholders.is_on(slot):
                     slot.param.grad = None
         handed_over = {each.part.index for each in taken}
-        others = [(i, each) for i, each in gradients.items() if not each.begun and i not in handed_over]
-        discarded = [self._parts[i].key(each.kind) for i, each in others]
-        if discarded:
+        others = ((i, each) for i, each in gradients.items() if not each.begun and i not in handed_over)
+        if discarded := [self._parts[i].key(each.kind) for i, each in others]:
             self._loop.run(self._delete(discarded))
         return taken
 

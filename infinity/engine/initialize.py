@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.engine.collectives import ProcessGroup
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def initialize(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -398,11 +398,3 @@ class ReducedGradients(GradientSink):
     async def _drop(self, part: Part, kind: str) -> None:
         self._store.release(part.key(kind), owner=_LANE)
         await self._store.delete(part.key(kind))
-
-
-def moved_kinds(part: Part) -> Mapping[str, int]:
-    """The shards that a part may have while its gradients are this rank's own: bytes by kind."""
-    kinds = {OWN_GRAD: part.param_bytes}
-    if part.sum_dtype != part.compute_dtype:
-        kinds[OWN_GRAD_SUM] = part.num_bytes(part.sum_dtype)
-    return kinds
