@@ -6,6 +6,9 @@ by it when it is stepped and in memory anyway, or before another one is added to
 step would not move, except where nobody could know in time that a norm would be asked for: at the first call of
 ``engine.clip_grad_norm_``, and at the second call in one step.
 
+How norms are joined, and with whom, is for ``Norms`` to say. With several ranks each of its answers is the same on all,
+so all do the same with it; and all are asked wherever one is, even one that has no gradients.
+
 Under ``bf16`` what is clipped is what is stepped: the fp32 images of the gradients, or their fp32 sums.
 
 The norm needs all gradients, so where ``max_grad_norm`` is set they wait for ``step()``, in host memory as far as they
@@ -19,13 +22,14 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
 import torch
 from torch import nn
 
 from infinity.engine.gradients import GradientSink
-from infinity.engine.norms import GradientNorms, norm_of, total_norm
-from infinity.engine.scaling import SHOWS_OVERFLOW, Scaling
+from infinity.engine.norms import Check, Norms, T
+from infinity.engine.scaling import Scaling
 from infinity.engine.unit import PartGradients
 from infinity.engine.weights import PartShelf
 from infinity.errors import ConfigError, NonFiniteError
@@ -34,16 +38,16 @@ from infinity.store.store import TieredStore
 
 
 @dataclass(frozen=True, slots=True)
-class _Gradient:
+class _Gradient(Generic[T]):
     """One gradient that is to be clipped."""
 
     param: nn.Parameter
-    norm: torch.Tensor
+    norm: T
     dtype: torch.dtype
     scale: Callable[[torch.Tensor], object]
 
 
-class Clipper:
+class Clipper(Generic[T]):
     """Clips the gradients that wait for a step. Belongs to the training thread.
 
     Args:
@@ -51,7 +55,7 @@ class Clipper:
         loop: the loop thread.
         store: the shards.
         sink: the gradients that wait.
-        norms: those that were taken as gradients came.
+        norms: those that were taken as gradients came; joins them.
         scaling: told whether they are finite.
     """
 
@@ -61,7 +65,7 @@ class Clipper:
         loop: LoopThread,
         store: TieredStore,
         sink: GradientSink,
-        norms: GradientNorms,
+        norms: Norms[T],
         scaling: Scaling,
     ) -> None:
         self._model = model
@@ -95,7 +99,7 @@ class Clipper:
         self.check_finite()
         self._norms.ask(norm_type)
         gradients = self._gradients_of(params, norm_type)
-        total = total_norm([each.norm for each in gradients], [each.dtype for each in gradients], norm_type)
+        total = self._norms.total([each.norm for each in gradients], [each.dtype for each in gradients])
         if error_if_nonfinite and not bool(total.isfinite()):
             raise self._nonfinite(total, gradients, norm_type)
         with torch.no_grad():
@@ -116,15 +120,9 @@ class Clipper:
         if not self._scaling.must_check():
             return
         waiting = self._sink.waiting()
-        if not waiting:
-            return
-        if self._norms.norm_type not in SHOWS_OVERFLOW:
-            self._norms.ask(math.inf)
-        suspects = self._not_finite(waiting)
-        if suspects and all(each.part.compute_dtype != torch.float16 for each in suspects):
-            self._norms.ask(math.inf)  # of wider gradients the sum of powers alone may have overflowed
-            suspects = self._not_finite(suspects)
-        self._scaling.note_check(not suspects)
+        check = self._norms.join(self._check(waiting) if waiting else Check(any_came=False))
+        if check.any_came:
+            self._scaling.note_check(check.culprit is None)
 
     def find_nonfinite(self) -> str | None:
         """The name of a parameter of which the gradient that waits for a step is infinite or NaN.
@@ -133,32 +131,34 @@ class Clipper:
             ModelError: a gradient was changed in place while it was away.
             StorageError: gradients could not be read back.
         """
-        waiting = self._sink.waiting()
-        if self._norms.norm_type is None:
+        culprit = self._norms.join(self._check(self._sink.waiting())).culprit
+        return None if culprit is None else culprit[2]
+
+    def _check(self, waiting: Sequence[PartGradients]) -> Check:
+        """Whether this rank's are finite."""
+        if not self._norms.shows_nonfinite:
             self._norms.ask(math.inf)
         suspects = self._not_finite(waiting)
-        if suspects and self._norms.norm_type != math.inf:
+        if not all(self._norms.proves_nonfinite(each.part) for each, _ in suspects):
             self._norms.ask(math.inf)  # a sum of powers alone may have overflowed
-            suspects = self._not_finite(suspects)
-        for each in suspects:
-            for position in sorted(each.present):
-                norm = self._norms.get(each.part, position)
-                if norm is not None and not bool(norm.isfinite()):
-                    return each.part.slots[position].name
-        return None
+            suspects = self._not_finite(list({each.part.index: each for each, _ in suspects}.values()))
+        found = [(each.part.index, i, each.part.slots[i].name) for each, i in suspects]
+        return Check(bool(waiting), min(found, default=None))
 
-    def _not_finite(self, waiting: Sequence[PartGradients]) -> list[PartGradients]:
-        """Those of which a norm is not finite."""
-        norms = []
+    def _not_finite(self, waiting: Sequence[PartGradients]) -> list[tuple[PartGradients, int]]:
+        """The gradients of which the norm is not finite, and their positions."""
+        places, norms = [], []
         for each in waiting:
             positions = [i for i in sorted(each.present) if each.part.slots[i].num_elements]
             self._measure(each, positions)
-            norms += [(each, norm) for i in positions if (norm := self._norms.get(each.part, i)) is not None]
-        if not norms or bool(torch.stack([norm.isfinite() for _, norm in norms]).all()):  # one wait for the device
-            return []
-        return list({each.part.index: each for each, norm in norms if not bool(norm.isfinite())}.values())
+            for i in positions:
+                norm = self._norms.get(each.part, i)
+                assert norm is not None
+                places.append((each, i))
+                norms.append(norm)
+        return [place for place, is_finite in zip(places, self._norms.finite(norms), strict=True) if not is_finite]
 
-    def _gradients_of(self, params: Sequence[nn.Parameter], norm_type: float) -> list[_Gradient]:
+    def _gradients_of(self, params: Sequence[nn.Parameter], norm_type: float) -> list[_Gradient[T]]:
         """The gradients there are, in the order of ``params``. Under loss scaling only those that are stepped."""
         waiting = self._sink.waiting()
         wanted = set(params)
@@ -170,8 +170,9 @@ class Clipper:
             if param in places:
                 found.append(self._away(*places[param]))
             elif param.grad is not None and not self._scaling.inverses:  # nobody steps it: PyTorch's own
-                norm = norm_of(param.grad, norm_type)
-                found.append(_Gradient(param, norm, param.grad.dtype, functools.partial(_multiply, param.grad)))
+                norm = self._norms.measure_unstepped(param.grad, norm_type)
+                if norm is not None:
+                    found.append(_Gradient(param, norm, param.grad.dtype, functools.partial(_multiply, param.grad)))
         return found
 
     def _measure(self, gradients: PartGradients, positions: Sequence[int]) -> None:
@@ -185,10 +186,12 @@ class Clipper:
                 gradient = part.slots[position].view(flat)
                 self._norms.take(part, position, gradient, gradients.scales.get(position, ()))
 
-        if missing:
+        if any(part.slots[position].num_elements for position in missing):
             PartShelf(self._loop, self._store, part).look(gradients.kind, take)
+        elif missing:  # nothing to read: with slices, many have no elements here
+            take(torch.empty(gradients.num_bytes, dtype=torch.uint8))
 
-    def _away(self, gradients: PartGradients, position: int) -> _Gradient:
+    def _away(self, gradients: PartGradients, position: int) -> _Gradient[T]:
         part = gradients.part
         norm = self._norms.get(part, position)
         assert norm is not None
@@ -199,10 +202,12 @@ class Clipper:
 
         return _Gradient(part.slots[position].param, norm, part.step_dtype, scale)
 
-    def _nonfinite(self, total: torch.Tensor, gradients: Sequence[_Gradient], norm_type: float) -> NonFiniteError:
+    def _nonfinite(self, total: torch.Tensor, gradients: Sequence[_Gradient[T]], norm_type: float) -> NonFiniteError:
         names = {param: name for name, param in self._model.named_parameters()}
-        culprits = [names.get(each.param, "?") for each in gradients if not bool(each.norm.isfinite())]
-        where = f"; the first gradient that is not finite is that of {culprits[0]}" if culprits else ""
+        flags = self._norms.finite([each.norm for each in gradients])
+        found = [(i, 0, names.get(gradients[i].param, "?")) for i, is_finite in enumerate(flags) if not is_finite]
+        culprit = self._norms.join(Check(bool(gradients), min(found, default=None))).culprit
+        where = f"; the first gradient that is not finite is that of {culprit[2]}" if culprit else ""
         return NonFiniteError(
             f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped{where}; "
             "discard them with zero_grad() and go on, or give error_if_nonfinite=False to step with them as they are"

@@ -33,12 +33,13 @@ then whoever hands over has nothing open, and each gradient comes when those of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from infinity.engine.arrived import Arrived
 from infinity.engine.backwards import Backwards
-from infinity.engine.norms import GradientNorms
+from infinity.engine.norms import Norms
 from infinity.engine.placeholders import Placeholders, refuse_away
 from infinity.engine.prefetch import TRAINING, PrefetchScheduler
 from infinity.engine.scaling import Scaling
@@ -76,7 +77,7 @@ class GradientSink:
         scheduler: PrefetchScheduler,
         parts: Sequence[Part],
         *,
-        norms: GradientNorms,
+        norms: Norms[Any],
         scaling: Scaling,
         num_backwards: int | None = None,
         on_trial: bool = False,

@@ -1,4 +1,4 @@
-"""Norms of gradients, bit by bit those of ``torch.nn.utils``, taken while each gradient is at hand.
+"""Norms of gradients, taken while each gradient is at hand; on one rank bit by bit those of ``torch.nn.utils``.
 
 ``torch.nn.utils.clip_grad_norm_`` takes the norm of each gradient and then the norm of these. Gradients leave their
 parameters as they come and may go as far as NVMe; so the first half is done when a gradient arrives, in the dtype that
@@ -6,17 +6,27 @@ is stepped, on the device where it lies: with several backwards, of the sum so f
 taken later, from the shard (``clipping.py``).
 
 Where the number of backwards in a step is known, only the last brings norms that count, and none is taken before.
+
+``Norms`` is what they all have in common; how single norms become one, and whether others are asked, is what
+``GradientNorms`` (here) and ``RankNorms`` (``rank_norms.py``) differ in.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
-from infinity.engine.scaling import Scaling
+from infinity.engine.scaling import SHOWS_OVERFLOW, Scaling
 from infinity.engine.unit import Part
+
+T = TypeVar("T")
+"""The norm of one gradient, or what stands for it."""
 
 
 def norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -47,8 +57,24 @@ def total_norm(norms: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], nor
         return total
 
 
-class GradientNorms:
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What is known of whether gradients are finite.
+
+    Attributes:
+        any_came: whether there are any.
+        culprit: the first that is infinite or NaN: two numbers that say how early it comes, and its parameter's name.
+    """
+
+    any_came: bool
+    culprit: tuple[int, int, str] | None = None
+
+
+class Norms(ABC, Generic[T]):
     """The norm of each gradient that has come since the last step, as far as somebody asks for norms.
+
+    ``total`` and ``join`` may ask other ranks: all ranks call them at the same points of the program, whatever their
+    own gradients are.
 
     Args:
         norm_type: which norm is asked for in every step; ``None``: none, until ``ask``.
@@ -61,7 +87,7 @@ class GradientNorms:
         self._always = self._norm_type = norm_type
         self._num_backwards = num_backwards or 1
         self._was_asked = False
-        self._norms: dict[tuple[int, int], torch.Tensor] = {}
+        self._norms: dict[tuple[int, int], T] = {}
 
     def note(self, part: Part, position: int, gradient: torch.Tensor, *, num_backwards: int) -> None:
         """A gradient has come, or has been added to others, in backward number ``num_backwards`` since the last step.
@@ -69,7 +95,7 @@ class GradientNorms:
         Args:
             part: the parameter's part.
             position: its slot in it.
-            gradient: all of it so far, in the dtype that computes or that is stepped.
+            gradient: all of it so far, in the dtype that computes or that is stepped: the slot's shape.
             num_backwards: counts from 1.
         """
         self._norms.pop((part.index, position), None)
@@ -90,12 +116,9 @@ class GradientNorms:
     def take(self, part: Part, position: int, gradient: torch.Tensor, scales: Sequence[torch.Tensor]) -> None:
         """Take and keep the norm of a gradient times ``scales``, one after the other."""
         assert self._norm_type is not None
-        gradient = gradient.to(part.step_dtype)
-        for scale in scales:
-            gradient = gradient * scale.to(gradient.device)
-        self._norms[part.index, position] = norm_of(gradient, self._norm_type)
+        self._norms[part.index, position] = self._measure(part, position, gradient, scales, self._norm_type)
 
-    def get(self, part: Part, position: int) -> torch.Tensor | None:
+    def get(self, part: Part, position: int) -> T | None:
         """A gradient's norm, if it has been taken."""
         return self._norms.get((part.index, position))
 
@@ -109,3 +132,82 @@ class GradientNorms:
         if not self._was_asked:
             self._norm_type = self._always
         self._was_asked = False
+
+    @abstractmethod
+    def _measure(
+        self, part: Part, position: int, gradient: torch.Tensor, scales: Sequence[torch.Tensor], norm_type: float
+    ) -> T: ...
+
+    @abstractmethod
+    def measure_unstepped(self, gradient: torch.Tensor, norm_type: float) -> T | None:
+        """The norm of a gradient that lies on its parameter because nobody steps it; ``None``: it does not count."""
+
+    @property
+    @abstractmethod
+    def shows_nonfinite(self) -> bool:
+        """Whether norms of the type that is taken are not finite (``finite``) wherever an element is not."""
+
+    @abstractmethod
+    def proves_nonfinite(self, part: Part) -> bool:
+        """Whether, where such a norm of one of a part's gradients is not finite, an element is not."""
+
+    @abstractmethod
+    def finite(self, norms: Sequence[T]) -> list[bool]:
+        """Whether each norm is finite. Waits once for the device."""
+
+    @abstractmethod
+    def total(self, norms: Sequence[T], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+        """The norm of all gradients, of the type that was asked for: no dimensions; 0 without gradients.
+
+        Args:
+            norms: of each gradient, in the order of the parameters.
+            dtypes: of each gradient, as it is stepped.
+        """
+
+    @abstractmethod
+    def join(self, check: Check) -> Check:
+        """What is true of all ranks."""
+
+
+class GradientNorms(Norms[torch.Tensor]):
+    """One rank's: those of ``torch.nn.utils``, bit by bit."""
+
+    def _measure(
+        self, part: Part, position: int, gradient: torch.Tensor, scales: Sequence[torch.Tensor], norm_type: float
+    ) -> torch.Tensor:
+        return norm_of(scaled(gradient.to(part.step_dtype), scales), norm_type)
+
+    def measure_unstepped(self, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Like any other."""
+        return norm_of(gradient, norm_type)
+
+    @property
+    def shows_nonfinite(self) -> bool:
+        """Not where large elements make small norms, or are only counted."""
+        return self._norm_type is not None and self._norm_type > 0
+
+    def proves_nonfinite(self, part: Part) -> bool:
+        """Not where sums of powers may overflow."""
+        is_wide = part.compute_dtype == torch.float16 and part.step_dtype == torch.float32
+        return self._norm_type == math.inf or (is_wide and self._norm_type in SHOWS_OVERFLOW)
+
+    def finite(self, norms: Sequence[torch.Tensor]) -> list[bool]:
+        """See ``Norms``."""
+        flags = [norm.isfinite().to(norms[0].device) for norm in norms]  # one wait for all
+        return [bool(flag) for flag in torch.stack(flags).tolist()] if flags else []
+
+    def total(self, norms: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+        """See ``total_norm``."""
+        assert self._norm_type is not None
+        return total_norm(norms, dtypes, self._norm_type)
+
+    def join(self, check: Check) -> Check:
+        """There is nobody else."""
+        return check
+
+
+def scaled(gradient: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A gradient times ``scales``, tensors of no dimensions, one after the other."""
+    for scale in scales:
+        gradient = gradient * scale.to(gradient.device)
+    return gradient
