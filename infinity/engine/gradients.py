@@ -113,7 +113,7 @@ class GradientSink:
     def take_final(self, unit: Unit) -> list[PartGradients]:
         """Hand over the parts of a unit whose gradients are final, as ``take`` does; none outside a last backward."""
         taken = []
-        for part in unit.parts if self.backwards.is_final else ():
+        for part in [self._parts[whole.index] for whole in unit.parts] if self.backwards.is_final else ():
             gradients = self._gradients.get(part.index)
             if gradients is None or gradients.begun or gradients.flat is not None:
                 continue
