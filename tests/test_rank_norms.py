@@ -19,9 +19,9 @@ from torch import nn
 
 from infinity.engine import clipping
 from infinity.engine.clipping import Clipper
-from infinity.engine.exact_sum import BLOCK, ExactSum, block_sums
 from infinity.engine.norms import Check
-from infinity.engine.rank_norms import RankNorms
+from infinity.engine.ranks.exact_sum import BLOCK, ExactSum, block_sums
+from infinity.engine.ranks.norms import RankNorms
 from infinity.engine.scaling import LossScaling, NoScaling, Scaling
 from infinity.engine.unit import GRAD, Part, PartGradients, Slot
 from infinity.errors import EngineStateError, NonFiniteError
@@ -208,8 +208,7 @@ def test_a_blocks_sum_follows_from_its_elements_alone(
     torch.set_num_threads(num_threads)
     try:
         pieces = [
-            block_sums(torch.cat([values[:1], values[a:b]])[1:], first + a, power)
-            for a, b in itertools.pairwise(edges)
+            block_sums(torch.cat([values[:1], values[a:b]])[1:], first + a, power) for a, b in itertools.pairwise(edges)
         ]
     finally:
         torch.set_num_threads(before)

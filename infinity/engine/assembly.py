@@ -21,7 +21,6 @@ from infinity.engine.clipping import Clipper
 from infinity.engine.compiled import CompiledBlocks, check_compiling
 from infinity.engine.hooks import ModuleHooks
 from infinity.engine.loading import ModelLoader
-from infinity.engine.norms import GradientNorms
 from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.optimizer_loading import OptimizerLoader
 from infinity.engine.persistence.capture import Capture
@@ -237,7 +236,9 @@ class Assembly(ABC):
     def _build_steps(self, optimizer: torch.optim.Optimizer, *, overlaps: bool, num_backwards: int | None) -> None:
         config, loop, scaling = self.config, self._resources.loop, self._scaling
         norm_type = 2.0 if config.max_grad_norm is not None else scaling.norm_type
-        norms = GradientNorms(norm_type, num_backwards=config.accumulation_steps, scaling=scaling)
+        norms = self._job.build_norms(
+            norm_type, plan=self._plan, num_backwards=config.accumulation_steps, scaling=scaling
+        )
         self._gradients = self._job.build_gradients(
             loop,
             self._store,

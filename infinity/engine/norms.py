@@ -8,7 +8,7 @@ taken later, from the shard (``clipping.py``).
 Where the number of backwards in a step is known, only the last brings norms that count, and none is taken before.
 
 ``Norms`` is what they all have in common; how single norms become one, and whether others are asked, is what
-``GradientNorms`` (here) and ``RankNorms`` (``rank_norms.py``) differ in.
+``GradientNorms`` (here) and ``RankNorms`` (``ranks/norms.py``) differ in.
 """
 
 from __future__ import annotations

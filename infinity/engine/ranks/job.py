@@ -7,6 +7,7 @@ that part.
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -19,11 +20,13 @@ from infinity.engine.budget import Plan
 from infinity.engine.collectives import Collectives
 from infinity.engine.gradients import GradientSink
 from infinity.engine.meeting import meet, open_another
+from infinity.engine.norms import GradientNorms, Norms
 from infinity.engine.prefetch import Orders, PrefetchScheduler
 from infinity.engine.ranks.elementwise import check_elementwise
 from infinity.engine.ranks.gathers import PlannedGathers
 from infinity.engine.ranks.gradients import ReducedGradients
 from infinity.engine.ranks.lane import Lane
+from infinity.engine.ranks.norms import RankNorms
 from infinity.engine.ranks.reading import JoiningReader
 from infinity.engine.ranks.scheduling import PlannedScheduler
 from infinity.engine.slicing import ALONE, Slicing
@@ -101,6 +104,10 @@ class Job(ABC):
         """As ``GradientSink``, without its parts."""
 
     @abstractmethod
+    def build_norms(self, norm_type: float | None, *, plan: Plan, **others: Any) -> Norms[Any]:
+        """As ``Norms``."""
+
+    @abstractmethod
     def build_reader(self, loop: LoopThread, store: TieredStore, *, plan: Plan, **others: Any) -> WeightReader:
         """As ``WeightReader``."""
 
@@ -153,6 +160,10 @@ class OneRank(Job):
     ) -> GradientSink:
         """The plain one."""
         return GradientSink(loop, store, scheduler, plan.parts, **others)
+
+    def build_norms(self, norm_type: float | None, *, plan: Plan, **others: Any) -> Norms[Any]:
+        """Those of PyTorch."""
+        return GradientNorms(norm_type, **others)
 
     def build_reader(self, loop: LoopThread, store: TieredStore, *, plan: Plan, **others: Any) -> WeightReader:
         """The plain one."""
@@ -300,6 +311,12 @@ class ManyRanks(Job):
             in_flight_bytes=min(spare, self.config.ram // _IN_FLIGHT_SHARE),
             **others,
         )
+
+    def build_norms(self, norm_type: float | None, *, plan: Plan, **others: Any) -> Norms[Any]:
+        """Those of all ranks together."""
+        slices = [part.cut(self.slicing.rank, self.slicing.num_ranks) for part in plan.whole_parts]
+        exchange = functools.partial(self.exchange, phase="joining norms of gradients")
+        return RankNorms(norm_type, slices=slices, exchange=exchange, **others)
 
     def build_reader(self, loop: LoopThread, store: TieredStore, *, plan: Plan, **others: Any) -> WeightReader:
         """See ``Job``."""

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from infinity.engine.exact_sum import ExactSum, block_sums
 from infinity.engine.norms import Check, Norms, scaled
+from infinity.engine.ranks.exact_sum import ExactSum, block_sums
 from infinity.engine.scaling import Scaling
 from infinity.engine.unit import CutSlot, Part
 from infinity.errors import EngineStateError
