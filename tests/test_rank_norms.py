@@ -37,7 +37,8 @@ SHAPES = [(1,), (0,), (127,), (3, 129), (70, 64), (4096,), (5, 3, 700), (2, 1200
 def random(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     scale = 10.0 ** float(torch.randint(-6, 4, (), generator=generator))
-    return (torch.randn(*shape, generator=generator, dtype=torch.float32) * scale).to(dtype)
+    values: torch.Tensor = (torch.randn(*shape, generator=generator, dtype=torch.float32) * scale).to(dtype)
+    return values
 
 
 class Together:
@@ -73,7 +74,7 @@ class Together:
 
 def make_parts(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], num_slices: int) -> list[Part]:
     """A part for each dtype, in which all parameters of that dtype are, each with its dimensions reversed in memory."""
-    parts = []
+    parts: list[Part] = []
     for dtype in dict.fromkeys(dtypes):
         slots = []
         for number, (shape, other) in enumerate(zip(shapes, dtypes, strict=True)):
@@ -180,11 +181,11 @@ def test_infinity_and_nan_are_seen_on_all_ranks(norm_type: float) -> None:
 
         return change
 
-    kinds: Any = [(9000,), (5000,)], [torch.float32] * 2
+    shapes, dtypes = [(9000,), (5000,)], [torch.float32] * 2
     options: dict[str, Any] = {"num_slices": 3, "partitioned": True}
-    totals = total_of(*kinds, 3, norm_type, change=changed(1.0), **options)
+    totals = total_of(shapes, dtypes, 3, norm_type, change=changed(1.0), **options)
     assert [float(total) for total in totals] == [INF] * 3
-    totals = total_of(*kinds, 3, norm_type, change=changed(math.nan), **options)
+    totals = total_of(shapes, dtypes, 3, norm_type, change=changed(math.nan), **options)
     assert all(total.isnan() for total in totals)
 
 
@@ -349,7 +350,7 @@ def test_all_ranks_clip_by_the_same_factor(num_ranks: int, world: type[World]) -
 
 def test_some_parameters_are_clipped_as_some(world: type[World]) -> None:
     ranks = world(3)
-    params = [ranks.model.p3, ranks.model.p2]
+    params = [ranks.model.get_parameter(name) for name in ("p3", "p2")]
     totals = ranks.run(lambda clipper: clipper.clip(1.0, INF, parameters=params))
     expected = max(ranks.gradients[0, i].abs().max() for i in (2, 3))
     assert [float(total) for total in totals] == [float(expected)] * 3
