@@ -9,6 +9,7 @@ seconds, ends as quietly as one later.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,12 +90,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         application(arguments[0] if arguments else None)(args=arguments, prog_name="infinity")
     except InfinityError as error:
+        words = _words_of(error)
         if "--debug" in arguments:
             raise
-        Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        if words is not None:
+            Console(stderr=True).print(
+                f"error: {words}", style="bold red", markup=False, highlight=False, soft_wrap=True
+            )
         sys.exit(getattr(error, "exit_code", ERROR_EXIT_CODE))
+    except Exception as error:
+        _words_of(error)
+        raise
     except KeyboardInterrupt:
         sys.exit(INTERRUPT_EXIT_CODE)
+
+
+def _words_of(error: Exception) -> str | None:
+    """What to say of an error; ``None`` where another rank says it."""
+    if "RANK" not in os.environ:
+        return str(error)
+    from infinity.console import last_words  # with torch, which has been loaded by now
+
+    if not last_words.in_ranks():
+        return str(error)
+    return last_words.named(error) if last_words.leave_words(error) else None
 
 
 def run_command(name: str) -> None:

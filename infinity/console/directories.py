@@ -11,13 +11,22 @@ from infinity.errors import ConfigError, DirectoryError, StorageError, storage_e
 
 
 @contextlib.contextmanager
-def nvme_directories(paths: Sequence[Path], say: Callable[[str], None], *, kept: bool = False) -> Iterator[None]:
+def nvme_directories(
+    paths: Sequence[Path],
+    say: Callable[[str], None],
+    *,
+    kept: bool = False,
+    share: Callable[[list[str]], list[list[str]]] = lambda created: [created],
+) -> Iterator[None]:
     """Create the missing ones of ``paths`` for as long as the context lasts.
+
+    Several processes may be given the same; whichever leaves last removes what any of them has created.
 
     Args:
         paths: directories that are there, or whose parent is.
         say: told each directory that is created.
         kept: a state may be left in them at the end, and then they stay.
+        share: tells the others what this process has created, and returns what each has.
 
     Raises:
         DirectoryError: the parent of one is missing or no directory, or one is a link to nowhere.
@@ -37,6 +46,7 @@ def nvme_directories(paths: Sequence[Path], say: Callable[[str], None], *, kept:
             if made:
                 created.append(path)
                 say(f"created {path}" + ("" if kept else ", to be removed at the end"))
+        created = sorted({Path(path) for each in share([str(path) for path in created]) for path in each})
         yield
     finally:
         for path in created:
@@ -51,5 +61,8 @@ def _make(path: Path) -> bool:
     if path.is_symlink():
         raise DirectoryError(f"--nvme: a link to {path.readlink()}, which does not exist; create that", path=path)
     check_parent(path, "--nvme")
-    path.mkdir(mode=0o700)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:  # by another process
+        return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,11 +53,15 @@ def make_config(base: Path | None, flags: dict[str, Any]) -> Config:
 def main(config: Path | None, **flags: Any) -> None:
     """Train a GPT on text, with its state on device, host and NVMe.
 
-    Everything has a default but the directory for the state: infinity train --nvme /tmp/infinity. Exit code 1: a loss
+    Everything has a default but the directory for the state: infinity train --nvme /tmp/infinity. On several
+    accelerators or machines: torchrun --nproc-per-node 8 -m infinity.train --nvme /tmp/infinity. Exit code 1: a loss
     was NaN or infinite.
     """
     settings = TrainSettings(**given_fields(TrainSettings, flags))
-    console = Console(stderr=settings.json_file == STANDARD_OUTPUT)
+    console = Console(
+        stderr=settings.json_file == STANDARD_OUTPUT,
+        quiet=os.environ.get("RANK", "0") != "0",  # of torchrun's ranks one speaks
+    )
     with StopRequest() as stop:
         try:
             run(settings, make_config(config, flags), console, stop)

@@ -79,9 +79,18 @@ def load_corpus(path: Path | None, *, limit_bytes: int, seq_length: int) -> Corp
 
 
 def training_batches(
-    text: torch.Tensor, *, batch_size: int, seq_length: int, seed: int, num_skipped: int = 0
+    text: torch.Tensor,
+    *,
+    batch_size: int,
+    seq_length: int,
+    seed: int,
+    num_skipped: int = 0,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> Iterator[Batch]:
     """Yield batches for ever, each of sequences that start anywhere in the text, chosen by ``seed`` alone.
+
+    Several ranks share one sequence of batches, each ``num_ranks`` times as large: the r-th slice is the r-th rank's.
 
     Args:
         text: where they are cut out of.
@@ -89,18 +98,24 @@ def training_batches(
         seq_length: tokens in each sequence.
         seed: which ones.
         num_skipped: how many of the first are left out: a run before has trained on them.
+        rank: whose.
+        num_ranks: of how many.
     """
     generator = torch.Generator().manual_seed(seed)
     for number in itertools.count():
-        starts = torch.randint(len(text) - seq_length, (batch_size,), generator=generator)
+        starts = torch.randint(len(text) - seq_length, (num_ranks * batch_size,), generator=generator)
         if number >= num_skipped:
-            yield _cut(text, starts, seq_length)
+            yield _cut(text, starts[rank * batch_size :][:batch_size], seq_length)
 
 
-def held_out_batches(text: torch.Tensor, *, batch_size: int, seq_length: int, num_batches: int) -> list[Batch]:
-    """Batches of sequences spread evenly over the text."""
-    starts = torch.arange(num_batches * batch_size) * (len(text) - seq_length) // (num_batches * batch_size)
-    return [_cut(text, chunk, seq_length) for chunk in torch.split(starts, batch_size)]
+def held_out_batches(
+    text: torch.Tensor, *, batch_size: int, seq_length: int, num_batches: int, rank: int = 0, num_ranks: int = 1
+) -> list[Batch]:
+    """Batches of sequences spread evenly over the text; each of several ranks has as many, and others."""
+    count = num_ranks * num_batches * batch_size
+    starts = torch.arange(count) * (len(text) - seq_length) // count
+    chunks = torch.split(starts, batch_size)[rank * num_batches :][:num_batches]
+    return [_cut(text, chunk, seq_length) for chunk in chunks]
 
 
 def _cut(text: torch.Tensor, starts: torch.Tensor, seq_length: int) -> Batch:

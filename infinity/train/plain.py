@@ -122,5 +122,9 @@ class PlainTrainer:
         """Nothing: there are no tiers."""
         return {}
 
+    def collective_bytes(self) -> dict[str, int]:
+        """Nothing: there are no other ranks."""
+        return {}
+
     def close(self) -> None:
         """Nothing to close."""

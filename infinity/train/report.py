@@ -19,7 +19,9 @@ from infinity.config import Config
 from infinity.console.formats import format_bytes, format_share
 from infinity.trace import StepStats, TierUsage
 from infinity.train.history import History
+from infinity.train.ranks import Ranks
 from infinity.train.settings import TrainSettings
+from infinity.train.trainer import Trainer
 
 _CAUSES = {"read": "disk", "room": "memory", "optimizer": "optimizer", "commit": "commits"}
 """What a person calls the causes of waits."""
@@ -43,6 +45,8 @@ class RunReport:
         settings: the command's flags.
         config: the engine's configuration.
         commit: the last one, or ``None``.
+        ranks: of each rank, what differs between them; see ``rank_documents``.
+        transport: the way between ranks, in words.
     """
 
     num_parameters: int
@@ -58,6 +62,8 @@ class RunReport:
     settings: TrainSettings
     config: Config
     commit: Mapping[str, Any] | None = None
+    ranks: Sequence[Mapping[str, Any]] = ()
+    transport: str = ""
 
     def as_document(self) -> dict[str, Any]:
         """The figures as JSON holds them: bytes and seconds; losses of steps and evaluations exactly as computed."""
@@ -91,6 +97,8 @@ class RunReport:
             "diverged_at_step": history.diverged_at,
             "saved": None if self.saved is None else str(self.saved),
             "commit": self.commit,
+            "ranks": list(self.ranks),
+            "transport": self.transport or None,
             "config": self.config.model_dump(mode="json"),
             "settings": self.settings.model_dump(mode="json", by_alias=True),
             "torch": torch.__version__,
@@ -101,7 +109,8 @@ class RunReport:
         history = self.history
         table = Table(title="infinity train" + (" (plain PyTorch)" if self.settings.plain else ""), show_header=False)
         table.add_row("parameters", f"{self.num_parameters:,}")
-        table.add_row("training state", format_bytes(self.state_bytes))
+        of_rank = f" on rank 0 of {len(self.ranks)}" if len(self.ranks) > 1 else ""
+        table.add_row("training state", format_bytes(self.state_bytes) + of_rank)
         table.add_row("steps", f"{history.num_steps} of {self.settings.num_steps}")
         if self.num_skipped_steps:
             table.add_row("skipped steps", f"{self.num_skipped_steps}, in which a gradient overflowed")
@@ -118,10 +127,16 @@ class RunReport:
         for name, tier in self.usage.items():
             if tier.budget_bytes:
                 table.add_row(f"{name} peak", format_share(tier.peak_bytes, tier.budget_bytes))
-        table.add_row("process peak (RSS)", format_bytes(self.peak_rss_bytes))
+        table.add_row(
+            "process peak (RSS)", _of_ranks(self.peak_rss_bytes, [rank["peak"]["rss"] for rank in self.ranks])
+        )
         if self.peak_accelerator_bytes:
             table.add_row("accelerator peak", format_bytes(self.peak_accelerator_bytes))
         self._add_engine_rows(table)
+        if len(self.ranks) > 1:
+            table.add_row("ranks", f"{len(self.ranks)}, {self.transport}; speed is of all, other figures are of rank 0")
+            sent = sum(self.ranks[0]["collective_bytes"].values()) / max(history.num_steps, 1)
+            table.add_row("sent to other ranks", f"{format_bytes(sent)} per step")
         table.caption = "MB = 1e6 bytes, GB = 1e9 bytes"
         return table
 
@@ -159,6 +174,40 @@ class RunReport:
         waits = {name: sum(unit.stalls.values()) for name, unit in self.history.unit_stats.items()}
         name = max(waits, key=waits.__getitem__, default="")
         return f"{name}, {waits[name] / len(self.history.step_stats):.3f} s per step" if waits.get(name) else None
+
+
+def rank_documents(
+    ranks: Ranks, trainer: Trainer, history: History, rss_bytes: int, accelerator_bytes: int
+) -> list[dict[str, Any]]:
+    """What differs between ranks, of each: where it ran, what its tiers held and moved, how long its steps took."""
+    stats, usage = history.step_stats, trainer.usage()
+    own = {
+        "rank": ranks.rank,
+        "host": ranks.host,
+        "local_rank": ranks.local_rank,
+        "state_bytes": trainer.state_bytes,
+        "step_seconds": history.step_seconds,
+        "peak": {
+            **{name: tier.peak_bytes for name, tier in usage.items()},
+            "rss": rss_bytes,
+            "accelerator": accelerator_bytes,
+        },
+        "nvme": {
+            "read_bytes": [step.nvme_read_bytes for step in stats],
+            "written_bytes": [step.nvme_written_bytes for step in stats],
+        },
+        "stall_seconds": sum(step.stall_seconds for step in stats),
+        "optimizer_seconds": sum(step.optimizer_seconds for step in stats),
+        "collective_bytes": dict(trainer.collective_bytes()),
+    }
+    documents: list[dict[str, Any]] = ranks.exchange(own, "telling each other the figures of the run")
+    return documents
+
+
+def _of_ranks(own: int, all_of_them: Sequence[int]) -> str:
+    """Bytes of rank 0, and the most of any rank where there are several."""
+    most = f", at most {format_bytes(max(all_of_them))} of any rank" if len(all_of_them) > 1 else ""
+    return format_bytes(own) + most
 
 
 def format_waits(stats: Sequence[StepStats], *, digits: int = 0) -> str:

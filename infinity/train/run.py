@@ -1,9 +1,13 @@
-"""One training run: everything but the arithmetic, and the same with infinity and without it."""
+"""One training run: everything but the arithmetic, and the same with infinity and without it.
+
+Under ``torchrun`` each rank runs this with batches of its own. Rank 0 shows and writes; what decides the course (the
+loss, a request to stop) is exchanged, so that all go the same way.
+"""
 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from rich.console import Console
@@ -14,12 +18,14 @@ from infinity.console.formats import format_bytes
 from infinity.console.interrupt import StopRequest
 from infinity.console.output import STANDARD_OUTPUT, check_output, write_json
 from infinity.errors import MicroBatchError
+from infinity.rank_paths import nvme_for_rank
 from infinity.trace import Recorder, write_trace
 from infinity.train.data import Batch, Corpus, held_out_batches, load_corpus, training_batches
 from infinity.train.failures import memory_errors, refuse_divergence
 from infinity.train.history import History
 from infinity.train.live import Display
-from infinity.train.report import RunReport, peak_accelerator_bytes, peak_rss_bytes
+from infinity.train.ranks import ALONE, Ranks, open_ranks
+from infinity.train.report import RunReport, peak_accelerator_bytes, peak_rss_bytes, rank_documents
 from infinity.train.save import check_save, save_weights
 from infinity.train.settings import TrainSettings
 from infinity.train.state import KeptState
@@ -43,26 +49,33 @@ def run(
         make_trainer: makes what trains.
 
     Returns:
-        The figures of the run.
+        The figures of the run; the same on all ranks.
 
     Raises:
         DivergedError: a loss was NaN or infinite; the figures up to there have been written, the weights have not.
         InfinityError: something asked for cannot be done; whatever was opened has been closed.
         KeyboardInterrupt: ``stop`` was asked twice; the same holds.
     """
-    if settings.json_file is not None and settings.json_file != STANDARD_OUTPUT:
-        check_output(settings.json_file, "--json", replaced=False)
-    if settings.trace_file is not None:
-        check_output(settings.trace_file, "--trace", replaced=False)
-    if settings.save is not None:
-        check_save(settings.save)
-    device = config.torch_device()
+    with open_ranks(config.torch_device(), timeout_seconds=config.ranks_timeout_seconds) as ranks:
+        return _run(settings, config, console, stop, make_trainer, ranks)
+
+
+def _run(
+    settings: TrainSettings,
+    config: Config,
+    console: Console,
+    stop: StopRequest,
+    make_trainer: MakeTrainer,
+    ranks: Ranks,
+) -> RunReport:
+    _check_files(settings, ranks)
+    device = ranks.device or config.torch_device()
     corpus = load_corpus(settings.data, limit_bytes=settings.data_limit, seq_length=settings.seq_length)
     with ExitStack() as stack:
         display = stack.enter_context(Display(console, num_steps=settings.num_steps, stop=stop))
         _say_corpus(display, corpus)
         if not settings.plain:
-            stack.enter_context(nvme_directories(config.nvme, display.say, kept=config.durability != "off"))
+            stack.enter_context(_directories(config, display, ranks))
         stack.enter_context(deterministic_kernels(device))
         stack.enter_context(memory_errors(settings, config))
         trainer = make_trainer(settings, config, device)
@@ -73,11 +86,11 @@ def run(
         if recorder is not None:
             recorder.keep_steps = settings.num_trace_steps
         state = KeptState(trainer, settings, config)
-        history = train(trainer, corpus, settings, device, display, stop, state)
+        history = train(trainer, corpus, settings, device, display, stop, state, ranks)
         kept = state.keep(history)
         saved = settings.save if history.diverged_at is None else None
         if saved is not None:
-            size_bytes = save_weights(saved, trainer.state_dict(), parameter_shapes(settings))
+            size_bytes = save_weights(saved, trainer.state_dict(), parameter_shapes(settings), writes=ranks.speaks)
             display.say(f"weights after step {history.num_steps}: {saved}, {format_bytes(size_bytes)}")
         report = RunReport(
             num_parameters=trainer.num_parameters,
@@ -93,17 +106,21 @@ def run(
             settings=settings,
             config=config,
             commit=state.as_document(),
+            ranks=rank_documents(ranks, trainer, history, peak_rss_bytes(), peak_accelerator_bytes(device)),
+            transport=ranks.transport,
         )
     console.print(report.as_table())
     if kept is not None:
         display.say(kept)
     elif settings.save is None and history.diverged_at is None:
         display.say("weights were not saved: this run keeps no checkpoint (--save FILE.safetensors writes them)")
-    if settings.json_file is not None:
+    if settings.json_file is not None and ranks.speaks:
         write_json(report.as_document(), settings.json_file)
     if settings.trace_file is not None and recorder is not None:
-        write_trace(settings.trace_file, recorder.steps)
-        display.say(f"trace: {settings.trace_file}, {_steps_in(recorder)}; open it with ui.perfetto.dev")
+        trace_file = ranks.own_file(settings.trace_file)
+        write_trace(trace_file, recorder.steps)
+        others = f", and one for each of {ranks.num_ranks} ranks" if ranks.num_ranks > 1 else ""
+        display.say(f"trace: {trace_file}, {_steps_in(recorder)}{others}; open it with ui.perfetto.dev")
     refuse_divergence(history, settings)
     return report
 
@@ -116,6 +133,7 @@ def train(
     display: Display,
     stop: StopRequest,
     state: KeptState,
+    ranks: Ranks = ALONE,
 ) -> History:
     """Take all steps that are left, or as many as ``stop`` lets begin, with evaluations before, between and after.
 
@@ -124,7 +142,12 @@ def train(
     """
     batch_size, seq_length = settings.batch_size, settings.seq_length
     held_out = held_out_batches(
-        corpus.held_out, batch_size=batch_size, seq_length=seq_length, num_batches=settings.num_eval_batches
+        corpus.held_out,
+        batch_size=batch_size,
+        seq_length=seq_length,
+        num_batches=settings.num_eval_batches,
+        rank=ranks.rank,
+        num_ranks=ranks.num_ranks,
     )
     batches = training_batches(
         corpus.train,
@@ -132,8 +155,10 @@ def train(
         seq_length=seq_length,
         seed=settings.seed,
         num_skipped=state.step * settings.num_micro_batches,
+        rank=ranks.rank,
+        num_ranks=ranks.num_ranks,
     )
-    history = History(tokens_per_step=settings.num_micro_batches * batch_size * seq_length)
+    history = History(tokens_per_step=ranks.num_ranks * settings.num_micro_batches * batch_size * seq_length)
     if resumed := state.take_up(history):
         display.say(resumed)
     for step in range(state.step, settings.num_steps + 1):
@@ -142,7 +167,7 @@ def train(
             micro_batches = [_to(device, next(batches)) for _ in range(settings.num_micro_batches)]
             for group in trainer.optimizer.param_groups:
                 group["lr"] = settings.learning_rate_at(step)
-            history.losses.append(train_step(trainer, micro_batches))
+            history.losses.append(ranks.mean(train_step(trainer, micro_batches), f"adding up losses of step {step}"))
             history.step_seconds.append(time.perf_counter() - started)
             if trainer.grad_norm is not None:
                 history.grad_norms.append(float(trainer.grad_norm))
@@ -150,13 +175,13 @@ def train(
                 history.note_stats(trainer.last_step)
         is_due = settings.eval_every and (step % settings.eval_every == 0 or step == settings.num_steps)
         if is_due and step not in history.eval_steps:
-            loss = evaluate(trainer, [_to(device, batch) for batch in held_out], stop)
+            loss = evaluate(trainer, [_to(device, batch) for batch in held_out], stop, ranks)
             if loss is not None:
                 history.eval_steps.append(step)
                 history.eval_losses.append(loss)
         history.note_divergence()
         display.update(history, trainer.usage())
-        if stop or history.diverged_at is not None:
+        if ranks.any(stop, f"ending step {step}") or history.diverged_at is not None:
             break
     return history
 
@@ -185,17 +210,41 @@ def train_step(trainer: Trainer, micro_batches: list[Batch]) -> float:
     return sum(loss.item() for loss in losses) / len(losses)
 
 
-def evaluate(trainer: Trainer, batches: list[Batch], stop: StopRequest) -> float | None:
-    """The mean loss over ``batches``, without gradients; ``None`` if ``stop`` came before the end."""
+def evaluate(trainer: Trainer, batches: list[Batch], stop: StopRequest, ranks: Ranks = ALONE) -> float | None:
+    """The mean loss over all ranks' ``batches``, without gradients; ``None`` if ``stop`` came before the end."""
     trainer.module.eval()
     losses = []
     with torch.no_grad():
         for tokens, targets in batches:
-            if stop:
+            if ranks.any(stop, "evaluating"):
                 break
             losses.append(trainer(tokens, targets).item())
     trainer.module.train()
-    return sum(losses) / len(losses) if len(losses) == len(batches) else None
+    return ranks.mean(sum(losses) / len(losses), "adding up held-out losses") if len(losses) == len(batches) else None
+
+
+def _check_files(settings: TrainSettings, ranks: Ranks) -> None:
+    """Refuse files that could not be written at the end, before any work is done."""
+    if settings.trace_file is not None:
+        check_output(ranks.own_file(settings.trace_file), "--trace", replaced=False)
+    if not ranks.speaks:
+        return
+    if settings.json_file is not None and settings.json_file != STANDARD_OUTPUT:
+        check_output(settings.json_file, "--json", replaced=False)
+    if settings.save is not None:
+        check_save(settings.save)
+
+
+def _directories(config: Config, display: Display, ranks: Ranks) -> AbstractContextManager[None]:
+    """Those given to ``--nvme``, in which each of several ranks makes its own, unless it is named in the path."""
+    ranks.own_paths(config)  # refuses what is shared
+    given = nvme_for_rank(config, ranks.rank, 1, ranks.local_rank, ranks.host).nvme
+    return nvme_directories(
+        given,
+        display.say,
+        kept=config.durability != "off",
+        share=lambda created: ranks.on_this_host(created, "telling each other which directories were created"),
+    )
 
 
 def _to(device: torch.device, batch: Batch) -> Batch:

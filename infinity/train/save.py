@@ -30,13 +30,16 @@ def check_save(path: Path) -> None:
         ) from error
 
 
-def save_weights(path: Path, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> int:
+def save_weights(
+    path: Path, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size], *, writes: bool = True
+) -> int:
     """Write ``weights`` in fp32; a file that was there is replaced only once the new one is complete and durable.
 
     Args:
         path: the file; its directory must exist.
         weights: each is fetched once, in the order of ``shapes``.
         shapes: the shape of each.
+        writes: whether this rank is the one that writes; the others only fetch, which all must do together.
 
     Returns:
         The size of the file in bytes.
@@ -45,6 +48,10 @@ def save_weights(path: Path, weights: Mapping[str, torch.Tensor], shapes: Mappin
         StorageError: writing failed; what was written is removed.
     """
     [planned] = plan_files([Entry(name, torch.float32, tuple(shape)) for name, shape in shapes.items()])
+    if not writes:
+        for name in shapes:
+            weights[name]
+        return planned.num_bytes
     unfinished = _unfinished(path)
     try:
         output, is_whole = OutputFile(unfinished, planned.num_bytes), False

@@ -49,10 +49,10 @@ class TrainSettings(BaseModel):
     """Optimizer steps."""
 
     batch_size: Count = Field(default=8, alias="batch")
-    """Sequences per micro-batch."""
+    """Sequences per micro-batch, of each rank where torchrun has started several: n ranks train on n times as many."""
 
     num_micro_batches: Count = Field(default=1, alias="accumulate")
-    """Micro-batches whose gradients are summed in one step; each loss is divided by their number."""
+    """Micro-batches of each rank whose gradients are summed in one step; each loss is divided by their number."""
 
     learning_rate: Annotated[float, Field(gt=0)] = Field(default=5e-4, alias="lr")
     """AdamW's learning rate, once it is warm."""
@@ -67,7 +67,7 @@ class TrainSettings(BaseModel):
     """Steps between held-out losses, which are also taken at the start and at the end. 0: never."""
 
     num_eval_batches: Count = Field(default=2, alias="eval_batches")
-    """Batches of held-out text in each evaluation; the same ones every time."""
+    """Batches of held-out text that each rank takes in an evaluation; the same ones every time."""
 
     plain: bool = False
     """Train the same model without infinity, in ordinary PyTorch with all state in memory."""
@@ -76,11 +76,12 @@ class TrainSettings(BaseModel):
     """Write the final weights here, in fp32, as safetensors. None: weights are not kept."""
 
     json_file: Path | None = Field(default=None, alias="json")
-    """Write the run's figures here as one JSON document; - is standard output."""
+    """Write the run's figures, of every rank, here as one JSON document; - is standard output."""
 
     trace_file: Path | None = Field(default=None, alias="trace")
     """Write here who did what when in the last steps, for ui.perfetto.dev or chrome://tracing: reads, compute, waits,
-    optimizer and writes side by side."""
+    optimizer and writes side by side. Each of several ranks has its own file: trace.json is trace.rank3.json for
+    rank 3."""
 
     num_trace_steps: Count = Field(default=1, alias="trace_steps")
     """How many steps --trace shows."""

@@ -14,6 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.config import Config
+from infinity.engine.collectives import started_as_ranks
 from infinity.errors import BudgetError, ConfigError
 from infinity.trace import Recorder, StepStats, TierUsage
 from infinity.train.data import Batch
@@ -82,6 +83,9 @@ class Trainer(Protocol):
     def usage(self) -> dict[str, TierUsage]:
         """What each tier holds, by name; empty without tiers."""
 
+    def collective_bytes(self) -> Mapping[str, int]:
+        """What this rank has sent to others so far, by kind of collective; empty without others."""
+
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """The fp32 weights by name, each fetched when it is asked for."""
 
@@ -101,6 +105,8 @@ def make_trainer(settings: TrainSettings, config: Config, device: torch.device) 
     """
     torch.manual_seed(settings.seed)
     config = _with_accumulation(config, settings)
+    if settings.plain and started_as_ranks():
+        raise ConfigError("--plain: ordinary PyTorch trains in one process here; start it without torchrun")
     if settings.plain:
         return PlainTrainer(
             GPT(dataclasses.replace(settings.shape(), recompute=config.recompute)),
