@@ -19,7 +19,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from infinity.engine.collectives import RanksError
+from infinity.errors import RanksError
 
 _KEY = "infinity/last_words"
 _MEETING_SECONDS = 5.0
@@ -64,7 +64,7 @@ def leave_words(error: BaseException) -> bool:
     store: Store | None = None
     with contextlib.suppress(RuntimeError, ValueError, KeyError, OSError):  # then there is nobody to tell
         store = _open_store(mine.rank)
-        store.append(_KEY, json.dumps([mine.rank, mine.follows, mine.kind]) + "\n")
+        store.append(_KEY, json.dumps([mine.rank, mine.follows, mine.kind]) + "\n")  # type: ignore[attr-defined]  # the stubs lack it
         return _is_mine_to_say(mine, store)
     return True
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from infinity.config import Config
-from infinity.engine.collectives import Collectives, open_process_group, started_as_ranks
+from infinity.engine.collectives import Collectives
+from infinity.engine.meeting import open_process_group, started_as_ranks
 from infinity.rank_paths import nvme_for_rank, refuse_shared_paths
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.config import Config
-from infinity.engine.collectives import started_as_ranks
+from infinity.engine.meeting import started_as_ranks
 from infinity.errors import BudgetError, ConfigError
 from infinity.trace import Recorder, StepStats, TierUsage
 from infinity.train.data import Batch
