@@ -80,8 +80,8 @@ class Rates:
 
     def __str__(self) -> str:
         return (
-            f"Each rank: {self.tokens:,} tokens per step, {self.flops / 1e12:g} TFLOP/s, sends {self.network / GB:g} GB/s, "
-            f"NVMe {self.nvme / GB:g} GB/s (reading and writing together), {self.ram_bytes / GB:g} GB of host memory."
+            f"Each rank: {self.tokens:,} tokens per step, {self.flops / 1e12:g} TFLOP/s, "
+            f"sends {self.network / GB:g} GB/s, NVMe {self.nvme / GB:g} GB/s (reading and writing together), {self.ram_bytes / GB:g} GB of host memory."
         )
 
 
@@ -103,8 +103,8 @@ def cells(state: State, parameters: int, stage: int, ranks: int, rates: Rates) -
 
 
 HEADINGS = (
-    "kept per rank", "sent", "NVMe, nothing stays", "NVMe, with RAM", "compute s", "network s", "NVMe s", "step s, least",
-    "tokens/s, most",
+    "kept per rank", "sent", "NVMe, nothing stays", "NVMe, with RAM", "compute s", "network s", "NVMe s",
+    "step s, least", "tokens/s, most",
 )  # fmt: skip
 
 
