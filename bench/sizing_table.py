@@ -81,7 +81,8 @@ class Rates:
     def __str__(self) -> str:
         return (
             f"Each rank: {self.tokens:,} tokens per step, {self.flops / 1e12:g} TFLOP/s, "
-            f"sends {self.network / GB:g} GB/s, NVMe {self.nvme / GB:g} GB/s (reading and writing together), {self.ram_bytes / GB:g} GB of host memory."
+            f"sends {self.network / GB:g} GB/s, NVMe {self.nvme / GB:g} GB/s (both ways together), "
+            f"{self.ram_bytes / GB:g} GB of host memory."
         )
 
 

@@ -217,10 +217,6 @@ class Engine(Checkpoints):
             "activations": self._activations.usage(),
         }
 
-    def collective_bytes(self) -> dict[str, int]:
-        """What this rank has sent to the others so far, by kind of collective; empty without others."""
-        return {}
-
     @property
     def io_choices(self) -> dict[Path, Any]:
         """For each NVMe directory, the I/O backend in use and why it was chosen."""
