@@ -125,6 +125,8 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     assert other["shown"] == ""
     assert "training state" in first["shown"]
     assert "at most" in first["shown"]
+    assert first["shown"].count("created ") == 1
+    assert f"created {tmp_path / 'state'}, to be removed at the end" in first["shown"]
     assert not (tmp_path / "state").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["figures0.json", "said0", "said1", "text", "weights0"]
     assert json.loads((tmp_path / "figures0.json").read_text()) == first["document"]

@@ -23,7 +23,7 @@ def nvme_directories(
     Several processes may be given the same; whichever leaves last removes what any of them has created.
 
     Args:
-        paths: directories that are there, or whose parent is.
+        paths: directories that are there, or whose parent is, or comes before.
         say: told each directory that is created.
         kept: a state may be left in them at the end, and then they stay.
         share: tells the others what this process has created, and returns what each has.
@@ -45,11 +45,13 @@ def nvme_directories(
                 raise storage_error("creating the directory for --nvme", error, path=path) from error
             if made:
                 created.append(path)
-                say(f"created {path}" + ("" if kept else ", to be removed at the end"))
         created = sorted({Path(path) for each in share([str(path) for path in created]) for path in each})
+        for path in created:
+            if path.parent not in created:
+                say(f"created {path}" + ("" if kept else ", to be removed at the end"))
         yield
     finally:
-        for path in created:
+        for path in reversed(created):  # what is in another comes first
             with contextlib.suppress(OSError):  # not empty: it holds a state, or files of someone else, which stay
                 path.rmdir()
 

@@ -15,6 +15,7 @@ from infinity.engine.accumulation import AccumulationInfo
 from infinity.engine.assembly import check_forward
 from infinity.engine.checkpoints import Checkpoints
 from infinity.engine.lent import signals_after
+from infinity.engine.summary import Summary, summarize
 from infinity.engine.weights import StreamingStateDict
 from infinity.errors import EngineStateError, InfinityError, ModelError
 from infinity.trace import TierUsage
@@ -257,6 +258,11 @@ class Engine(Checkpoints):
     def state_bytes(self) -> int:
         """This rank's parameters, master weights, gradients and optimizer states together, padding included."""
         return self._plan.state_bytes
+
+    def summary(self) -> Summary:
+        """What the model's state takes on this rank, and what it leaves of each budget."""
+        self._check_open()
+        return summarize(self._plan, self.module, self.config, self._job.device)
 
     def collective_bytes(self) -> dict[str, int]:
         """What this rank has sent to others since the start, by kind of collective; nothing on one rank."""

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from infinity.console.formats import format_seconds, format_share
@@ -87,6 +88,10 @@ class Display:
     def say(self, message: str) -> None:
         """Print one line that stays."""
         self._console.print(message, soft_wrap=True, markup=False, highlight=False)
+
+    def show(self, table: Table) -> None:
+        """Print a table that stays."""
+        self._console.print(table)
 
     def update(self, history: History, usage: Mapping[str, TierUsage]) -> None:
         """Show a step or an evaluation that has just ended."""

@@ -8,6 +8,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.compiled import check_compiling, compile_forward
 from infinity.engine.precision import precision_of
+from infinity.engine.summary import Summary
 from infinity.engine.wrap import find_blocks
 from infinity.trace import Recorder, StepStats, TierUsage
 from infinity.train.data import Batch
@@ -121,6 +122,10 @@ class PlainTrainer:
     def usage(self) -> dict[str, TierUsage]:
         """Nothing: there are no tiers."""
         return {}
+
+    def summary(self) -> Summary | None:
+        """Nothing: there are no budgets."""
+        return None
 
     def collective_bytes(self) -> dict[str, int]:
         """Nothing: there are no other ranks."""

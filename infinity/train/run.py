@@ -28,6 +28,7 @@ from infinity.train.ranks import ALONE, Ranks, open_ranks
 from infinity.train.report import RunReport, peak_accelerator_bytes, peak_rss_bytes, rank_documents
 from infinity.train.save import check_save, save_weights
 from infinity.train.settings import TrainSettings
+from infinity.train.sizes import summary_table
 from infinity.train.state import KeptState
 from infinity.train.trainer import MakeTrainer, Trainer, deterministic_kernels, make_trainer, parameter_shapes
 
@@ -236,11 +237,11 @@ def _check_files(settings: TrainSettings, ranks: Ranks) -> None:
 
 
 def _directories(config: Config, display: Display, ranks: Ranks) -> AbstractContextManager[None]:
-    """Those given to ``--nvme``, in which each of several ranks makes its own, unless it is named in the path."""
-    ranks.own_paths(config)  # refuses what is shared
+    """Those given to ``--nvme``, and this rank's own in them, unless it is named in the path."""
+    own = ranks.own_paths(config)
     given = nvme_for_rank(config, ranks.rank, 1, ranks.local_rank, ranks.host).nvme
     return nvme_directories(
-        given,
+        list(dict.fromkeys([*given, *own])),
         display.say,
         kept=config.durability != "off",
         share=lambda created: ranks.on_this_host(created, "telling each other which directories were created"),
@@ -276,6 +277,9 @@ def _say_trainer(display: Display, trainer: Trainer, settings: TrainSettings, co
             f"{trainer.state_bytes / budget_bytes:.1f} times what the device ({format_bytes(config.hbm)}) and the host "
             f"({format_bytes(config.ram)}) may hold"
         )
+    summary = trainer.summary()
+    if summary is not None:
+        display.show(summary_table(summary))
     display.say(
         f"model: {settings.num_layers} layers of {settings.hidden_size}, {trainer.num_parameters:,} "
         f"parameters; training state {format_bytes(trainer.state_bytes)}, {where}"

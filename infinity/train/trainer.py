@@ -15,6 +15,7 @@ from torch import nn
 import infinity
 from infinity.config import Config
 from infinity.engine.meeting import started_as_ranks
+from infinity.engine.summary import Summary
 from infinity.errors import BudgetError, ConfigError
 from infinity.trace import Recorder, StepStats, TierUsage
 from infinity.train.data import Batch
@@ -82,6 +83,9 @@ class Trainer(Protocol):
 
     def usage(self) -> dict[str, TierUsage]:
         """What each tier holds, by name; empty without tiers."""
+
+    def summary(self) -> Summary | None:
+        """What the state takes on this rank, and what it leaves of each budget; ``None`` without tiers."""
 
     def collective_bytes(self) -> Mapping[str, int]:
         """What this rank has sent to others so far, by kind of collective; empty without others."""
