@@ -2,6 +2,7 @@
 
     python bench/deepspeed_worker.py --build
     python bench/deepspeed_worker.py '{"shape": {...}, "work": [1, 32], "deepspeed": {...}, "rendezvous": "FILE"}'
+    (without "rendezvous" it is one of the ranks that the environment names)
 
 The first builds what DeepSpeed compiles at its first use. The second trains the model of ``infinity.train`` from the
 weights that the other ways of training start from; requests are those of ``infinity_worker.py``.
@@ -57,10 +58,14 @@ class Training:
         begun = time.perf_counter()
         # Its parameters in recycled buffers give wrong gradients where checkpoints are not reentrant.
         gpt.checkpoint = functools.partial(checkpoint, use_reentrant=True)  # type: ignore[attr-defined]
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # what its launcher sets
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{self._settings['rendezvous']}", rank=0, world_size=1
-        )
+        if "rendezvous" in self._settings:
+            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # what its launcher sets
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{self._settings['rendezvous']}", rank=0, world_size=1
+            )
+        else:
+            torch.distributed.init_process_group("gloo")
+        rank = torch.distributed.get_rank()
         deepspeed.init_distributed("gloo")
         torch.manual_seed(0)
         model = GPT(self._shape)
@@ -68,15 +73,16 @@ class Training:
         config = self._settings["deepspeed"] | {
             "train_micro_batch_size_per_gpu": self._work.batch_size,
             "gradient_accumulation_steps": 1,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": self._settings.get("precision", "bf16") == "bf16"},
             "optimizer": {
                 "type": "AdamW",
                 "params": {"lr": LEARNING_RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
             },
         }
         self._engine = deepspeed.initialize(model=model, config=config)[0]
-        self._batches = batches(self._work, self._shape.vocab_size)
+        self._batches = batches(self._work, self._shape.vocab_size, seed=rank)
         document = {
+            "rank": rank,
             "parameters": num_parameters,
             "start_seconds": time.perf_counter() - begun,
             "start_rss_bytes": peak_rss_bytes(),
