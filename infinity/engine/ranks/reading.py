@@ -89,4 +89,4 @@ def _told(tensor: torch.Tensor) -> list[Any]:
 
 
 def _heard(dtype: str, shape: Sequence[int], content: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(content, dtype=torch.uint8).view(getattr(torch, dtype)).view(*shape)
+    return torch.tensor(content, dtype=torch.uint8).view(getattr(torch, dtype)).view(torch.Size(shape))
