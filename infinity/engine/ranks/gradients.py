@@ -122,6 +122,7 @@ class ReducedGradients(GradientSink):
         self._completed: list[int] = []
         self._num_reduced = 0  # of this backward, along the order
         self._is_open = False  # a backward that counts has brought a gradient
+        self._own_since: int | None = None  # the first backward of which there are own gradients
         self._is_whole = self._parts[0].num_elements == whole[0].num_elements
 
     # Autograd's thread
@@ -141,6 +142,8 @@ class ReducedGradients(GradientSink):
                 f"parameter {slot.name}: got a gradient of layout {gradient.layout}, expected a dense one; "
                 "build its module with sparse=False"
             )
+        if self._own_since is None:
+            self._own_since = self.backwards.current
         own = self._own.setdefault(part.index, self._new_own(part))
         if own.flat is None:
             self._open_whole(part, own)
@@ -202,6 +205,7 @@ class ReducedGradients(GradientSink):
                 self._take_in_first()
             self._order = self._loop.wait(agreed)
             self._is_open = False
+            self._own_since = None
         super().complete()
 
     def end_backward(self) -> None:
@@ -219,6 +223,7 @@ class ReducedGradients(GradientSink):
         """See ``GradientSink``."""
         super().discard()
         own, self._own = self._own, {}
+        self._own_since = None
         keys = [self._whole[index].key(each.kind) for index, each in own.items() if each.exists]
         if keys:
             self._loop.run(self._delete(keys))
@@ -258,7 +263,12 @@ class ReducedGradients(GradientSink):
     # Own gradients
 
     def _new_own(self, part: Part) -> _Own:
-        return _Own(OWN_GRAD_SUM if self._widens and part.sum_dtype != part.compute_dtype else OWN_GRAD)
+        return _Own(OWN_GRAD_SUM if self._sums_wider(part) else OWN_GRAD)
+
+    def _sums_wider(self, part: Part) -> bool:
+        """Whether what is reduced is in the dtype of sums: decided for all parts alike, however units are divided."""
+        are_several = self._own_since is not None and self._own_since != self.backwards.current
+        return (self._widens or are_several) and part.sum_dtype != part.compute_dtype
 
     def _open_whole(self, part: Part, own: _Own) -> None:
         self._take_in(part.num_bytes(part.sum_dtype))
@@ -321,23 +331,25 @@ class ReducedGradients(GradientSink):
             ready = self._loop.submit(self._store.fetch(part.key(own.kind), owner=_LANE, update=True))
         done = self._lane.submit(
             f"gradients of part {part.position} of unit {part.unit}",
-            functools.partial(self._run, part, own, ready),
+            functools.partial(self._run, part, own, ready, widens=self._sums_wider(part)),
             ready=ready,
         )
         self._reductions.append(_Reduction(part, own, done))
 
-    def _run(self, part: Part, own: _Own, ready: Future[Lease] | None) -> tuple[set[int], torch.Tensor | None]:
+    def _run(
+        self, part: Part, own: _Own, ready: Future[Lease] | None, *, widens: bool
+    ) -> tuple[set[int], torch.Tensor | None]:
         """On the lane."""
         phase = f"gradients of part {part.position} of unit {part.unit}"
-        summed = own.kind == OWN_GRAD_SUM
-        several = len(part.slots)
-        facts = self._collectives.unite([*own.arrived, *([several] if summed else [])], several + 1, phase=phase)
-        present = facts - {several}
+        wide = len(part.slots)
+        is_wide = widens or own.kind == OWN_GRAD_SUM
+        facts = self._collectives.unite([*own.arrived, *([wide] if is_wide else [])], wide + 1, phase=phase)
+        present = facts - {wide}
         if not present:
             return present, None
         flat = None if ready is None else ready.result().tensor.view(own.dtype_in(part))
-        if flat is None or (several in facts and not summed):
-            flat = self._make(part, own, flat, OWN_GRAD_SUM if several in facts else OWN_GRAD)
+        if flat is None or (wide in facts and own.kind == OWN_GRAD):
+            flat = self._make(part, own, flat, OWN_GRAD_SUM if wide in facts else OWN_GRAD)
         for position in present - set(own.arrived):
             part.slots[position].view(flat).zero_()
         self._collectives.reduce_in_place(flat, factor=1 / self._collectives.num_ranks, phase=phase)
