@@ -71,6 +71,11 @@ class Config(BaseModel):
     """What several ranks divide among them, each keeping one of as many equal slices. 0: nothing. 1: master weights and
     optimizer states. 2: also gradients. 3: also parameters. The numbers are the same."""
 
+    shard_ranks: Annotated[int, Number, Field(ge=1)] | None = None
+    """With several ranks: so many consecutive ones share the state, and others have copies of it (hybrid sharding: the
+    ranks of a host share, hosts have copies, so that parameters never travel between hosts). ``None``: all share it.
+    A mesh of two dimensions, given to ``initialize``, says the same for any arrangement."""
+
     reduction_dtype: Literal["same", "fp32"] = "same"
     """With ``bf16`` and ``fp16``: what gradients travel in between ranks. ``"same"``: their own dtype, as in PyTorch's
     DDP. ``"fp32"``: twice the bytes, and sums over ranks are kept in fp32."""

@@ -21,18 +21,22 @@ import contextlib
 import datetime
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
+from infinity.engine.ranks.failures import disagreement, named_errors
 from infinity.engine.transport import RankFacts, describe_transport, rank_facts
-from infinity.errors import InfinityError, RanksError
+from infinity.errors import RanksError
 
 ProcessGroup = dist.ProcessGroup
+
+T = TypeVar("T")
 
 _HALF = (torch.float16, torch.bfloat16)
 _PIECE_ELEMENTS = 1 << 17
@@ -48,15 +52,19 @@ class Collectives:
 
     Args:
         device: this rank's.
-        data: the group that moves tensors.
-        control: a gloo group of the same ranks.
+        data: the group that moves tensors, of those who share the state.
+        control: a gloo group of all ranks of the job: the same ones, unless some have copies.
         local_rank: this rank's number within its host.
         patience: how long rank 0 waits at a barrier; the control group knows it for the others.
         close: leaves the groups.
+        replicas: the group of those who have copies of what this rank has; ``None`` where nobody has.
 
     Attributes:
-        rank: this rank's number.
-        num_ranks: how many there are.
+        rank: this rank's number among those who share the state: which slice it has.
+        num_ranks: how many share it.
+        job_rank: this rank's number among all.
+        job_size: how many there are.
+        num_replicas: how many times the state is there.
         local_rank: this rank's number within its host.
         device: this rank's.
         backend: the data group's library.
@@ -75,9 +83,15 @@ class Collectives:
         local_rank: int,
         patience: datetime.timedelta,
         close: Callable[[], None],
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = dist.get_rank(data)
         self.num_ranks = dist.get_world_size(data)
+        self.job_rank = dist.get_rank(control)
+        self.job_size = dist.get_world_size(control)
+        self.num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
+        self._replicas = replicas
+        self._sharing = [dist.get_group_rank(control, each) for each in dist.get_process_group_ranks(data)]
         self.local_rank = local_rank
         self.device = device
         self.backend = _backend_of(data, device)
@@ -149,7 +163,8 @@ class Collectives:
     def reduce_in_place(self, whole: torch.Tensor, *, factor: float, phase: str = "reduce-scatter") -> None:
         """Make this rank's slice of ``whole`` the sum of all ranks' slices, each multiplied by ``factor`` before.
 
-        The product is rounded to the dtype as ``DistributedDataParallel`` does it, the sum is in the order of ranks.
+        The product is rounded to the dtype as ``DistributedDataParallel`` does it, the sum is in the order of ranks:
+        first of those who share the state, then, where there are copies of it, of these sums.
 
         Args:
             whole: shape ``(num_ranks * n,)``, contiguous, on the device; the other slices are void afterwards.
@@ -166,7 +181,24 @@ class Collectives:
             else:
                 whole.mul_(factor)
                 _reduce_scatter(slices[self.rank], whole, group=self._data)
+            if self._replicas is not None:
+                self._reduce_over_replicas(slices[self.rank], self._replicas)
         self.moved_bytes["reduce-scatter"] += slices[self.rank].nbytes * (self.num_ranks - 1)
+
+    def _reduce_over_replicas(self, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Make a slice the sum of all copies': each sums a part of it, and tells the others."""
+        if self.backend != "gloo":
+            dist.all_reduce(own, group=group)
+            return
+        number, count = dist.get_rank(group), self.num_replicas
+        parts = own.tensor_split(count)
+        received = torch.empty(count, parts[number].numel(), dtype=own.dtype)
+        others = [(number + step) % count for step in range(1, count)]
+        received[number].copy_(parts[number])
+        self._swap([(peer, parts[peer]) for peer in others], [(peer, received[peer]) for peer in others], group)
+        _sum_into(parts[number], received)
+        self._swap([(peer, parts[number]) for peer in others], [(peer, parts[peer]) for peer in others], group)
+        self.moved_bytes["all-reduce"] += sum(parts[peer].nbytes + parts[number].nbytes for peer in others)
 
     def _reduce(self, slices: torch.Tensor, factor: float) -> None:
         """A piece of all slices at a time, so that what is staged is bounded."""
@@ -186,10 +218,16 @@ class Collectives:
         """The other ranks, each rank's in another order."""
         return ((self.rank + step) % self.num_ranks for step in range(1, self.num_ranks))
 
-    def _swap(self, sent: Iterable[tuple[int, torch.Tensor]], received: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def _swap(
+        self,
+        sent: Iterable[tuple[int, torch.Tensor]],
+        received: Iterable[tuple[int, torch.Tensor]],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         """Send and receive contiguous tensors, each to or from one rank."""
-        receiving = [dist.irecv(each.view(torch.uint8), group=self._data, group_src=peer) for peer, each in received]
-        sending = [dist.isend(each.view(torch.uint8), group=self._data, group_dst=peer) for peer, each in sent]
+        group = group or self._data
+        receiving = [dist.irecv(each.view(torch.uint8), group=group, group_src=peer) for peer, each in received]
+        sending = [dist.isend(each.view(torch.uint8), group=group, group_dst=peer) for peer, each in sent]
         for work in (*receiving, *sending):
             if work is not None:
                 work.wait()
@@ -204,6 +242,17 @@ class Collectives:
             if tensor.numel():
                 dist.broadcast(tensor.view(-1).view(torch.uint8), group=self._data, group_src=source)
 
+    def share(self, tensor: torch.Tensor, *, phase: str = "sharing") -> None:
+        """Give every rank of the job what the first has: contiguous, on the device.
+
+        Raises:
+            RanksError: another rank has ended or did not come in time.
+        """
+        with self._named(phase):
+            if self._replicas is not None and tensor.numel():
+                dist.broadcast(tensor.view(-1).view(torch.uint8), group=self._replicas, group_src=0)
+        self.broadcast(tensor, phase=phase)
+
     def agree(self, what: str, failure: BaseException | None = None) -> None:
         """Make sure that every rank is about to do the same.
 
@@ -216,13 +265,13 @@ class Collectives:
         """
         mine = np.array([xxhash.xxh3_64_intdigest(what.encode()) >> 1, failure is not None], dtype=np.int64)
         with self._named(what):
-            everyone = torch.empty(self.num_ranks * 2, dtype=torch.int64)
+            everyone = torch.empty(self.job_size * 2, dtype=torch.int64)
             _all_gather(everyone.view(torch.uint8), torch.from_numpy(mine).view(torch.uint8), group=self._control)
-        found = everyone.view(self.num_ranks, 2)
+        found = everyone.view(self.job_size, 2)
         if bool((found[:, 0] == found[0, 0]).all()) and not bool(found[:, 1].any()):
             return
         doing: list[list[str]] = self.exchange([what, "" if failure is None else str(failure) or repr(failure)], what)
-        raise RanksError(f"rank {self.rank} of {self.num_ranks}, {what}: {_disagreement(doing)}")
+        raise RanksError(f"rank {self.job_rank} of {self.job_size}, {what}: {disagreement(doing)}")
 
     def unite(self, present: Iterable[int], count: int, *, phase: str = "saying what there is") -> set[int]:
         """The numbers below ``count`` that any rank has.
@@ -232,10 +281,10 @@ class Collectives:
         """
         mask = torch.zeros(count, dtype=torch.uint8)
         mask[list(present)] = 1
-        everyone = torch.empty(self.num_ranks * count, dtype=torch.uint8)
+        everyone = torch.empty(self.job_size * count, dtype=torch.uint8)
         with self._named(phase):
             _all_gather(everyone, mask, group=self._control)
-        return set(everyone.view(self.num_ranks, count).amax(0).nonzero().flatten().tolist())
+        return set(everyone.view(self.job_size, count).amax(0).nonzero().flatten().tolist())
 
     def exchange(self, fact: Any, phase: str = "exchanging facts") -> list[Any]:
         """What every rank has to say, in the order of ranks; small, and such that JSON can hold it.
@@ -245,16 +294,20 @@ class Collectives:
         """
         words = torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8)
         with self._named(phase):
-            sizes = torch.empty(self.num_ranks, dtype=torch.int64)
+            sizes = torch.empty(self.job_size, dtype=torch.int64)
             size = torch.tensor([words.numel()])
             _all_gather(sizes.view(torch.uint8), size.view(torch.uint8), group=self._control)
             longest = int(sizes.max())
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: words.numel()] = words
-            everything = torch.empty(self.num_ranks * longest, dtype=torch.uint8)
+            everything = torch.empty(self.job_size * longest, dtype=torch.uint8)
             _all_gather(everything, padded, group=self._control)
-        pieces = zip(everything.view(self.num_ranks, longest), sizes.tolist(), strict=True)
+        pieces = zip(everything.view(self.job_size, longest), sizes.tolist(), strict=True)
         return [json.loads(bytes(piece[:num_bytes].tolist())) for piece, num_bytes in pieces]
+
+    def sharing(self, said: Sequence[T]) -> list[T]:
+        """Of what all ranks of the job have said, that of those who share this rank's copy of the state, in order."""
+        return [said[rank] for rank in self._sharing]
 
     def barrier(self, phase: str = "barrier") -> None:
         """Wait until every rank has come here.
@@ -284,21 +337,7 @@ class Collectives:
         assert self._data is not None, "closed"
 
     def _named(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        return named_errors(self.rank, self.num_ranks, phase)
-
-
-def _disagreement(doing: list[list[str]]) -> str:
-    """What ranks that should do the same are about to do."""
-    for rank, (_, failure) in enumerate(doing):
-        if failure:
-            return f"rank {rank} has failed: {failure}"
-    first = doing[0][0]
-    rank, other = next((rank, what) for rank, (what, _) in enumerate(doing) if what != first)
-    return (
-        f"ranks do different things: rank 0 is at {first!r}, rank {rank} at {other!r}. All ranks must run the same "
-        "modules in the same order; where data decides which modules run (a mixture of experts), name the module "
-        "around them in Config(units=...), so that they are gathered together"
-    )
+        return named_errors(self.job_rank, self.job_size, phase)
 
 
 def _sum_into(output: torch.Tensor, rows: torch.Tensor) -> None:
@@ -336,26 +375,3 @@ def _reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, *, group: dist.P
         dist.reduce_scatter_single(output, tensor, group=group)
     else:  # its name before torch 2.13
         dist.reduce_scatter_tensor(output, tensor, group=group)
-
-
-@contextlib.contextmanager
-def named_errors(rank: int, num_ranks: int, phase: str, seconds: float | None = None) -> Iterator[None]:
-    """Say in an error which rank it was and what it was doing."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        if isinstance(error, InfinityError):
-            raise
-        said = str(error).strip().partition("\n")[0]
-        whole = str(error).lower()
-        if "connection closed" in whole or "connection reset" in whole or "broken pipe" in whole:
-            why = "another rank has ended; see what it said"
-        elif "failed to pass monitoredbarrier" in whole:
-            why = "a rank has ended or did not come in time; see what it said"
-        elif "timed out" in whole or "timeout" in whole:
-            why = "not all ranks came in time" + (f" ({seconds:g} s)" if seconds else "")
-        elif "address already in use" in whole or "eaddrinuse" in whole:
-            why = "the port is taken; give another --master-port"
-        else:
-            why = "failed"
-        raise RanksError(f"rank {rank} of {num_ranks}, {phase}: {why} ({said})") from error

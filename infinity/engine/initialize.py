@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.collectives import ProcessGroup
+from infinity.engine.collectives import DeviceMesh, ProcessGroup
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 
@@ -19,7 +19,7 @@ def initialize(
     optimizer: torch.optim.Optimizer,
     config: Config | dict[str, Any] | str | os.PathLike[str] | None = None,
     *,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
 ) -> Engine:
     """Put a model and its optimizer under the engine.
 
@@ -30,8 +30,9 @@ def initialize(
         model: the model, real or made under ``infinity.deferred_init()``.
         optimizer: any ``torch.optim`` optimizer of the model's parameters.
         config: a ``Config``, its fields as a dictionary, or the path of a JSON file; ``None`` for the defaults.
-        process_group: the ranks that train together; every one of them calls this. ``None``: all of the default group,
-            or all that torchrun has started, or this process alone.
+        process_group: the ranks that train together; every one of them calls this. Of a mesh of two dimensions, ranks
+            along the second share the state, and those along the first have copies of it (hybrid sharding). ``None``:
+            all of the default group, or all that torchrun has started, or this process alone.
 
     Raises:
         ConfigError: the configuration cannot be used.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from infinity.engine.collectives import Collectives, named_errors
+from infinity.engine.collectives import Collectives
+from infinity.engine.ranks.failures import named_errors
 from infinity.errors import ConfigError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -24,18 +27,32 @@ def started_as_ranks() -> bool:
     return "RANK" in os.environ and _number("WORLD_SIZE", "1") > 1
 
 
-def meet(device: torch.device, *, seconds: float, group: dist.ProcessGroup | None = None) -> Collectives | None:
+def meet(
+    device: torch.device,
+    *,
+    seconds: float,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    num_sharing: int | None = None,
+) -> Collectives | None:
     """The other ranks of ``group``, or of all that torchrun, or the user, started; ``None`` where this is the only one.
 
     Args:
         device: as for ``open_process_group``.
         seconds: how long ranks may be apart, whatever they do.
-        group: the ranks that meet.
+        group: the ranks that meet; of a mesh of two dimensions those along the second share the state, and those along
+            the first have copies.
+        num_sharing: how many consecutive ranks share the state, where the group does not say it.
 
     Raises:
-        ConfigError: there is no library for collectives between such devices.
+        ConfigError: there is no library for collectives between such devices, or ranks do not divide so.
         RanksError: not all came.
     """
+    if isinstance(group, DeviceMesh):
+        if group.ndim == 2:
+            return _open_mesh(device, seconds, group.mesh.tolist())
+        if group.ndim > 2:
+            raise ConfigError(f"process_group: expected a mesh of 1 or 2 dimensions, got {group.ndim}; give a slice")
+        group = group.get_group()
     if group is not None:
         is_alone = dist.get_world_size(group) == 1
     elif dist.is_initialized():
@@ -44,7 +61,66 @@ def meet(device: torch.device, *, seconds: float, group: dist.ProcessGroup | Non
         is_alone = not started_as_ranks()
     if is_alone:
         return None
-    return open_process_group(device, timeout_seconds=seconds, patience_seconds=seconds, group=group)
+    if num_sharing is None:
+        return open_process_group(device, timeout_seconds=seconds, patience_seconds=seconds, group=group)
+    owned = not dist.is_initialized()
+    if owned:
+        _join(device, datetime.timedelta(seconds=seconds))
+    ranks = dist.get_process_group_ranks(group or _world())
+    if len(ranks) % num_sharing:
+        raise ConfigError(
+            f"shard_ranks={num_sharing}: {len(ranks)} ranks do not divide into groups of so many; give a divisor"
+        )
+    rows = [ranks[start : start + num_sharing] for start in range(0, len(ranks), num_sharing)]
+    return _open_mesh(device, seconds, rows, owned=owned)
+
+
+def _open_mesh(
+    device: torch.device, seconds: float, rows: Sequence[Sequence[int]], *, owned: bool = False
+) -> Collectives:
+    """Ranks in a mesh: those of a row share the state, those of a column have the same of it."""
+    if len(rows[0]) == 1:
+        raise ConfigError(
+            "hybrid sharding: no two ranks share the state; use stage=0, with which every rank has all of it"
+        )
+    timeout = datetime.timedelta(seconds=seconds)
+    rank = dist.get_rank()
+    row = next(row for row in rows if rank in row)
+    column = [each[row.index(rank)] for each in rows]
+    leave = contextlib.ExitStack()
+    if owned:
+        leave.callback(dist.destroy_process_group)
+    try:
+        device = _place(device)
+        everyone = [each for row in rows for each in row]
+        control = _group_of(everyone, timeout, "gloo", leave)
+        data, replicas = (_group_of(ranks, timeout, None, leave) for ranks in (row, column))
+        return Collectives(
+            device,
+            data,
+            control,
+            local_rank=_number("LOCAL_RANK", "0"),
+            patience=timeout,
+            close=leave.close,
+            replicas=replicas if len(rows) > 1 else None,
+        )
+    except BaseException:
+        leave.close()
+        raise
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _place(device: torch.device) -> torch.device:
+    """This rank's device, made current."""
+    if device.type == "cpu":
+        return device
+    device = torch.device(device.type, _number("LOCAL_RANK", "0"))
+    torch.accelerator.set_device_index(device)
+    return device
 
 
 def open_process_group(
@@ -67,20 +143,23 @@ def open_process_group(
             library for the device.
         RanksError: not all came.
     """
-    local_rank = _number("LOCAL_RANK", "0")
-    if device.type != "cpu":
-        device = torch.device(device.type, local_rank)
-        torch.accelerator.set_device_index(device)
+    device = _place(device)
     patience = datetime.timedelta(seconds=patience_seconds)
     leave = contextlib.ExitStack()
     try:
         if not dist.is_initialized():
             _join(device, datetime.timedelta(seconds=timeout_seconds))
             leave.callback(dist.destroy_process_group)
-        data = group or dist.group.WORLD
-        assert data is not None
+        data = group or _world()
         control = _new_group(data, patience, "gloo", leave)
-        return Collectives(device, data, control, local_rank=local_rank, patience=patience, close=leave.close)
+        return Collectives(
+            device,
+            data,
+            control,
+            local_rank=_number("LOCAL_RANK", "0"),
+            patience=patience,
+            close=leave.close,
+        )
     except BaseException:
         leave.close()
         raise
@@ -122,9 +201,15 @@ def open_another(
 def _new_group(
     like: dist.ProcessGroup, timeout: datetime.timedelta, backend: str | None, leave: contextlib.ExitStack
 ) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(like)
-    with named_errors(dist.get_rank(like), len(ranks), "meeting"):
-        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=len(ranks) < dist.get_world_size())
+    return _group_of(dist.get_process_group_ranks(like), timeout, backend, leave)
+
+
+def _group_of(
+    ranks: Sequence[int], timeout: datetime.timedelta, backend: str | None, leave: contextlib.ExitStack
+) -> dist.ProcessGroup:
+    is_some = len(ranks) < dist.get_world_size()
+    with named_errors(dist.get_rank(), dist.get_world_size(), "meeting"):
+        group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=is_some)
     assert isinstance(group, dist.ProcessGroup)
     leave.callback(_leave, group)
     return group

@@ -352,7 +352,7 @@ class ReducedGradients(GradientSink):
             flat = self._make(part, own, flat, OWN_GRAD_SUM if wide in facts else OWN_GRAD)
         for position in present - set(own.arrived):
             part.slots[position].view(flat).zero_()
-        self._collectives.reduce_in_place(flat, factor=1 / self._collectives.num_ranks, phase=phase)
+        self._collectives.reduce_in_place(flat, factor=1 / self._collectives.job_size, phase=phase)
         if self._is_whole:
             self._collectives.gather_in_place(flat, phase=phase)
             return present, flat
@@ -374,7 +374,7 @@ class ReducedGradients(GradientSink):
 
     def _agree(self, completed: Sequence[int]) -> list[int]:
         """On the lane: the order of the next backward is that of rank 0 in this one."""
-        is_first = self._collectives.rank == 0
+        is_first = self._collectives.job_rank == 0
         order = [*completed, *(index for index in self._order if index not in set(completed))]
         said = self._collectives.exchange(order if is_first and order != self._order else None, "end of backward")
         return list(said[0]) if said[0] is not None else self._order

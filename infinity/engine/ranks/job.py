@@ -7,7 +7,6 @@ that part.
 from __future__ import annotations
 
 import contextlib
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -201,17 +200,16 @@ class ManyRanks(Job):
         self._stop = contextlib.ExitStack()
         self._planned: PlannedGathers | None = None
         try:
-            rank, num_ranks = collectives.rank, collectives.num_ranks
-            host = collectives.hosts[rank]
+            host = collectives.hosts[collectives.job_rank]
             self._agree_on(config)
-            own = nvme_for_rank(config, rank, num_ranks, collectives.local_rank, host)
+            own = nvme_for_rank(config, collectives.job_rank, collectives.job_size, collectives.local_rank, host)
             paths = collectives.exchange([str(path) for path in own.nvme], "telling each other where state is")
             refuse_shared_paths(collectives.hosts, paths)
             for path, given in zip(own.nvme, config.nvme, strict=True):
                 if path.parent == given and given.is_dir():
                     path.mkdir(mode=0o700, exist_ok=True)
             self.config = own.model_copy(update={"speculation": "off"})
-            self.slicing = Slicing(rank, num_ranks, config.stage)
+            self.slicing = Slicing(collectives.rank, collectives.num_ranks, config.stage)
             seconds = config.ranks_timeout_seconds
             self._gathering = open_another(collectives, timeout_seconds=seconds, patience_seconds=seconds)
             self._leave.callback(self._gathering.close)
@@ -229,12 +227,15 @@ class ManyRanks(Job):
             for part in plan.whole_parts
             for slot in part.slots
         ]
-        mine = [type(optimizer).__name__, len(layout), xxhash.xxh3_64_hexdigest(repr(layout).encode())]
+        here, mine = (
+            self._reductions.job_rank,
+            [type(optimizer).__name__, len(layout), xxhash.xxh3_64_hexdigest(repr(layout).encode())],
+        )
         for rank, other in enumerate(self._exchange(mine, "comparing models")):
             if other != mine:
                 raise ModelError(
                     f"rank {rank} has another model or optimizer ({other[0]}, {other[1]} parameters) than rank "
-                    f"{self.slicing.rank} ({mine[0]}, {mine[1]} parameters), or divides it otherwise; build the same "
+                    f"{here} ({mine[0]}, {mine[1]} parameters), or divides it otherwise; build the same "
                     "on all ranks"
                 )
         if self.slicing.cuts_states:
@@ -245,11 +246,11 @@ class ManyRanks(Job):
         if not value.is_contiguous() or value.device.type != self._reductions.device.type:
             shared = value.to(self._reductions.device).contiguous()
             self._reductions_lane.submit(
-                f"sharing {name}", lambda: self._reductions.broadcast(shared, phase=f"sharing {name}")
+                f"sharing {name}", lambda: self._reductions.share(shared, phase=f"sharing {name}")
             ).result()
             return value.copy_(shared)
         self._reductions_lane.submit(
-            f"sharing {name}", lambda: self._reductions.broadcast(value, phase=f"sharing {name}")
+            f"sharing {name}", lambda: self._reductions.share(value, phase=f"sharing {name}")
         ).result()
         return value
 
@@ -315,7 +316,10 @@ class ManyRanks(Job):
     def build_norms(self, norm_type: float | None, *, plan: Plan, **others: Any) -> Norms[Any]:
         """Those of all ranks together."""
         slices = [part.cut(self.slicing.rank, self.slicing.num_ranks) for part in plan.whole_parts]
-        exchange = functools.partial(self.exchange, phase="joining norms of gradients")
+
+        def exchange(fact: Any) -> list[Any]:
+            return self._reductions.sharing(self._exchange(fact, "joining norms of gradients"))
+
         return RankNorms(norm_type, slices=slices, exchange=exchange, **others)
 
     def build_reader(self, loop: LoopThread, store: TieredStore, *, plan: Plan, **others: Any) -> WeightReader:
@@ -363,6 +367,7 @@ class ManyRanks(Job):
         return lane
 
     def _agree_on(self, config: Config) -> None:
+        here = self._reductions.job_rank
         document = config.model_dump(mode="json", exclude=set(_OWN_FIELDS))
         mine = {name: value for name, value in document.items() if not name.startswith("io_")}
         for rank, other in enumerate(self._reductions.exchange(mine, "comparing configurations")):
@@ -370,7 +375,7 @@ class ManyRanks(Job):
             if different:
                 name = different[0]
                 raise ConfigError(
-                    f"{name}: rank {self._reductions.rank} has {mine[name]!r}, rank {rank} has {other.get(name)!r}; "
+                    f"{name}: rank {here} has {mine[name]!r}, rank {rank} has {other.get(name)!r}; "
                     "give all ranks the same configuration, but for where state is"
                 )
         if config.accumulation == "vertical":
@@ -384,5 +389,6 @@ def join_job(config: Config, device: torch.device, group: Any = None) -> Job:
         ConfigError: the ranks' configurations differ, or there is no library for their devices.
         RanksError: not all ranks came.
     """
-    ranks = meet(device, seconds=config.ranks_timeout_seconds, group=group)
+    seconds, num_sharing = config.ranks_timeout_seconds, config.shard_ranks
+    ranks = meet(device, seconds=seconds, group=group, num_sharing=num_sharing)
     return OneRank(config, device) if ranks is None else ManyRanks(config, ranks)

@@ -76,7 +76,8 @@ class JoiningReader(WeightReader):
         what = f"reading the optimizer's state of {slot.name}"
         is_owner = owner == self._collectives.rank
         exchanged = self._lane.submit(what, lambda: self._collectives.exchange(told if is_owner else None, what))
-        dtypes, document, tensors = self._loop.wait(exchanged)[owner]
+        said: list[Any] = self._loop.wait(exchanged)
+        dtypes, document, tensors = self._collectives.sharing(said)[owner]
         reader = Reader({name: _heard(*tensor) for name, tensor in tensors.items()})
         small: dict[str, Any] = reader.read(document, f"the optimizer's state of {slot.name}")
         empty = {name: torch.empty(0, dtype=getattr(torch, dtype)) for name, dtype in dtypes.items()}
