@@ -119,6 +119,17 @@ class UncertainCommitError(StorageError):
     """A commit failed, and so did taking back its record: it may be there after a crash, whole."""
 
 
+class RankFailedError(StorageError):
+    """What all ranks do together (a commit, a checkpoint, a start) failed on another one, so it counts on none."""
+
+
+class RanksApartError(StorageError):
+    """Ranks cannot agree on their state any more: one has ended, or did not come in time.
+
+    Start all of them again: they go on from the newest commit that all have.
+    """
+
+
 class DiskFullError(StorageError):
     """The file system has no room (ENOSPC, EDQUOT or EFBIG), found at preflight or while writing."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fakes_store import FakeOpener
 from infinity.io.memory import allocate, as_bytes
+from infinity.store.agreement import ALONE, Agreement
 from infinity.store.commits import Commit, Commits
 from infinity.store.files import DirectoryFiles
 from infinity.store.manifest import MARK_NAME
@@ -158,12 +159,20 @@ def make_paths(parent: Path, num_paths: int) -> list[Path]:
 
 @asynccontextmanager
 async def opened(
-    paths: Sequence[Path], *, capacity_bytes: int = 64 * PAGE, num_retained: int = 1
+    paths: Sequence[Path],
+    *,
+    capacity_bytes: int = 64 * PAGE,
+    num_retained: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    agreement: Agreement = ALONE,
+    before: Callable[[OpenState], None] = lambda state: None,
 ) -> AsyncIterator[Rig]:
     """A state below existing directories; its shards are those of the last commit."""
     opener = FakeOpener()
-    state = await asyncio.to_thread(lambda: open_state(paths, open_files=FaultyFiles))
+    state = await asyncio.to_thread(lambda: open_state(paths, rank=rank, open_files=FaultyFiles))
     try:
+        before(state)
         await asyncio.to_thread(state.tidy)
         nvme = await NvmeTier.open(
             paths,
@@ -179,7 +188,16 @@ async def opened(
     except BaseException:
         state.close()
         raise
-    rig = Rig(opener, state, nvme, Commits(nvme, state, num_retained=num_retained, doubtful=True))
+    commits = Commits(
+        nvme,
+        state,
+        num_retained=num_retained,
+        doubtful=True,
+        rank=rank,
+        world_size=world_size,
+        agreement=agreement,
+    )
+    rig = Rig(opener, state, nvme, commits)
     if rig.commits.last is not None:
         nvme.versions.restore(rig.commits.last.held)
     try:

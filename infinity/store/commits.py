@@ -3,7 +3,7 @@
 A commit is made of bytes that are held (``versions.py``) and of a record that says where they are (``manifest.py``):
 
     bytes held and durable -> tensors in their place, durable -> record written beside, durable -> renamed
-        -> directory durable: the commit is made
+        -> directory durable: the commit is made -> all ranks have made theirs (``agreement.py``)
         -> older records removed -> directory durable -> what only they held may be written over, tensors removed
 
 So at any moment, and after a crash at any moment, the disk has the last commit whole: nothing that a record names is
@@ -13,6 +13,9 @@ but the rename (``tests/test_crash_states.py`` tries it). What could not be remo
 
 Where making data durable has failed, the system may call it clean all the same, and the next attempt would succeed
 without having written it. So what no commit has had by then is written once more.
+
+With several ranks a commit that fails on one fails on all. Where they lose each other half-way, those who have made it
+keep it, and the one before: what all have is found at the next start.
 
 What it costs on the disk: with ``num_retained`` commits kept, shards that every step changes exist ``num_retained + 1``
 times at most, the new ones included; shards that do not change exist once.
@@ -28,8 +31,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from infinity.errors import NoCommitError, StorageError, UncertainCommitError
+from infinity.errors import NoCommitError, RankFailedError, StorageError, UncertainCommitError
 from infinity.io.completion import call_in_thread
+from infinity.store.agreement import ALONE, Agreement
 from infinity.store.manifest import (
     Manifest,
     StoredExtent,
@@ -71,6 +75,7 @@ class Commits:
         doubtful: whether shards that were found are checked when they are first read.
         rank: of this process.
         world_size: how many there are.
+        agreement: with the others, on each commit.
     """
 
     def __init__(
@@ -82,17 +87,20 @@ class Commits:
         doubtful: bool,
         rank: int = 0,
         world_size: int = 1,
+        agreement: Agreement = ALONE,
     ) -> None:
         self._nvme = nvme
         self._state = state
         self._num_retained = num_retained
         self._rank = rank
         self._world_size = world_size
+        self._agreement = agreement
         self._doomed: list[Commit] = []
         self._may_be_lost = False
         self._commits = [Commit(each, nvme.versions.adopt(each, doubtful=doubtful)) for each in state.manifests]
         nvme.versions.end_adopting()
         self._number = max((each.number for each in state.manifests), default=0)
+        self._number = max(self._number, state.highest_number)
 
     @property
     def last(self) -> Commit | None:
@@ -134,16 +142,22 @@ class Commits:
 
         Raises:
             DiskFullError: there is no room for its record; the commit before stands.
+            RankFailedError: another rank's failed; the commit before stands.
+            RanksApartError: it is durable here, and may not be elsewhere; nothing older has been let go.
             UncertainCommitError: it failed, and its record may be there after a crash, whole; ``tidy`` removes it.
             StorageError: the system reported an error, now or when older commits were to be removed; the commit before
                 stands.
         """
         with self._nvme.in_flight:
-            await self._settle_doubts(held)
-            commit, interrupt = await self._write(held, dtypes, engine, tensors)
-            for version in held.values():
-                version.generation = commit.manifest.number if version.generation is None else version.generation
-            self._commits.append(commit)
+            number, step = self._next_number, _step_of(engine)
+            try:
+                await self._settle_doubts(held)
+                commit, interrupt = await self._write(held, dtypes, engine, tensors)
+            except BaseException as error:
+                await self._agreement.failed(number, step, error)
+                raise
+            interrupt = await self._agree(commit, step) or interrupt
+            self._take_up(commit)
             self._doom(self._commits[: -self._num_retained])
             with contextlib.suppress(StorageError):  # this commit is made; the next one begins with it
                 await self.tidy()
@@ -151,13 +165,48 @@ class Commits:
             raise interrupt
         return commit
 
+    async def skip(self, step: int, error: BaseException) -> None:
+        """A commit that is due cannot be begun here: the other ranks are told, and it counts on none.
+
+        Args:
+            step: after which step.
+            error: why.
+        """
+        with self._nvme.in_flight:
+            await self._agreement.failed(self._next_number, step, error)
+
+    @property
+    def _next_number(self) -> int:
+        """The same on all ranks, whatever has failed on some."""
+        return max(self._number, self._agreement.highest_number) + 1
+
+    async def _agree(self, commit: Commit, step: int | None) -> BaseException | None:
+        """Wait until all ranks have made theirs; returns a cancellation that came meanwhile."""
+        try:
+            return await self._agreement.made(commit.manifest.number, step)
+        except RankFailedError:
+            self._doomed.append(commit)
+            with contextlib.suppress(StorageError):  # the next one begins with it
+                await self.tidy()
+            raise
+        except BaseException:
+            self._take_up(commit)  # beside those before: it may be the one that all have
+            raise
+
+    def _take_up(self, commit: Commit) -> None:
+        for version in commit.held.values():
+            version.generation = commit.manifest.number if version.generation is None else version.generation
+        self._commits.append(commit)
+
     async def _settle_doubts(self, held: Held) -> None:
         """Before older commits go that may be whole: read what the new one has of another process and nobody has read.
 
         Raises:
+            RanksApartError: the new one can never count.
             StorageError: it is damaged, or could not be read; the older commits stay.
         """
         try:
+            self._agreement.check()
             for commit in self._commits[: len(self._commits) + 1 - self._num_retained]:
                 for key, version in held.items():
                     if version.doubtful and commit.held.get(key) is not version:
@@ -227,7 +276,7 @@ class Commits:
     ) -> tuple[Commit, BaseException | None]:
         """Write a commit's record, and what it says durable: the commit, and the cancellation that came too late."""
         try:
-            self._number += 1
+            self._number = self._next_number
             await self.tidy()
             await self._make_durable(held)
             commit = Commit(self._describe(held, dtypes, engine, tensors), held)
@@ -293,6 +342,12 @@ class Commits:
             tensors=None if tensors is None else StoredTensors(num_bytes=len(tensors), checksum=long_checksum(tensors)),
             engine=dict(engine),
         )
+
+
+def _step_of(engine: Mapping[str, Any]) -> int | None:
+    """After which step a commit is, for the other ranks."""
+    step = engine.get("step")
+    return step if isinstance(step, int) else None
 
 
 class _Writing:

@@ -46,6 +46,7 @@ from infinity.store.held import (
     Held,
     claim,
     create,
+    empty,
     leads_to,
     refuse_checkpoint,
     remove,
@@ -163,10 +164,12 @@ class StateDirectory(JobDirectory):
 
     Attributes:
         is_kept: whether it stays. A new one does not, before somebody has made a commit in it.
+        is_member: whether it stays without one, empty, since it belongs to the state of several ranks.
     """
 
     _prefix = "infinity-state-rank"
     is_kept = False
+    is_member = False
 
     @classmethod
     def _take(cls, parent: int, path: Path, rank: int) -> StateDirectory | None:
@@ -197,10 +200,15 @@ class StateDirectory(JobDirectory):
         Raises:
             StorageError: it is not kept, and something could not be removed.
         """
-        if not self.is_kept:
+        if not (self.is_kept or self.is_member):
             self.remove()
         elif self._end():
-            self._close_descriptors()
+            try:
+                with typed_errors(self.path):
+                    if not self.is_kept and leads_to(self._parent, self._held.name, self._held.directory):
+                        empty(self._held)
+            finally:
+                self._close_descriptors()
 
 
 def open_directories(paths: Sequence[str | os.PathLike[str]], *, rank: int = 0) -> list[JobDirectory]:

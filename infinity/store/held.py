@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.errors import DirectoryError, DirectoryInUseError, StorageError, storage_error
-from infinity.store.manifest import COMMIT_NAME
+from infinity.store.manifest import COMMIT_NAME, MEMBER_NAME
 from infinity.store.owner import OWNER, OWNER_PARTIAL, is_marked, open_mark, read_owner, replace_owner, write_owner
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Held",
     "claim",
     "create",
+    "empty",
     "leads_to",
     "refuse_checkpoint",
     "remove",
@@ -41,7 +42,7 @@ __all__ = [
 LOCK = "lock"
 PROBE_NAME = re.compile(r"\.infinity-probe-[0-9a-f]{16}")
 _DATA = re.compile(
-    r"shards(-[0-9a-f]{16})?\.bin|(commit-\d{10,15}\.(json|safetensors)|state-[0-9a-f]{32}\.json)(\.partial)?|"
+    r"shards(-[0-9a-f]{16})?\.bin|(commit-\d{10,15}\.(json|safetensors)|(state|member)-[0-9a-f]{32}\.json)(\.partial)?|"
     + PROBE_NAME.pattern
 )
 MAX_ATTEMPTS = 64
@@ -208,6 +209,15 @@ def remove(parent: int, held: Held) -> list[str]:
         os.fsync(parent)  # or a crash may leave the name and not the mark
     _remove_marks(parent, doomed, held.directory)
     return []
+
+
+def empty(held: Held) -> None:
+    """Remove all of our data in a locked directory, but what says to which state it belongs."""
+    with os.scandir(held.directory) as entries:
+        names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+    for name in names:
+        if _DATA.fullmatch(name) and not MEMBER_NAME.fullmatch(name):
+            remove_data(held.directory, name)
 
 
 def remove_data(directory: int, name: str) -> None:

@@ -44,6 +44,9 @@ COMMIT_NAME = re.compile(r"commit-(\d{10,15})\.(json|safetensors)(\.partial)?")
 MARK_NAME = re.compile(r"state-[0-9a-f]{32}\.json")
 """What says of a directory without commits that it has data of a state that has some elsewhere."""
 
+MEMBER_NAME = re.compile(r"member-([0-9a-f]{32})\.json")
+"""What says of a rank's directory, before its first commit, to which state it will belong."""
+
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 _LongChecksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]

@@ -12,7 +12,8 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from infinity.errors import ManifestError, StorageError
 from infinity.store.directory import StateDirectory, open_state_directories
@@ -22,6 +23,7 @@ from infinity.store.manifest import (
     COMMIT_NAME,
     DATA_NAME,
     MARK_NAME,
+    MEMBER_NAME,
     Manifest,
     StoredExtent,
     decode,
@@ -44,6 +46,8 @@ class OpenState:
         state: names the run's state.
         manifests: the commits, oldest first.
         places: where each data file is that they name: the index of its directory.
+        highest_number: the highest that any rank has given a commit, as far as it is known.
+        of_ranks: the state directories of all ranks, where there are several.
     """
 
     directories: list[StateDirectory]
@@ -52,6 +56,8 @@ class OpenState:
     state: str
     manifests: list[Manifest]
     places: dict[str, int]
+    highest_number: int = 0
+    of_ranks: list[Path] = field(default_factory=list)
     _is_durable: bool = False
 
     def active_file(self, index: int) -> str | None:
@@ -77,6 +83,46 @@ class OpenState:
         else:
             self.mark()  # as the run before was about to
         _remove_orphans(self.every, self.files, self.manifests, self.places)
+
+    def drop_after(self, number: int) -> None:
+        """Remove the commits after one, which other ranks do not have; before anybody uses any. Synchronous.
+
+        Raises:
+            StorageError: the system reported an error.
+        """
+        doomed = [each for each in self.manifests if each.number > number]
+        for manifest in doomed:
+            self.files.unlink(manifest_name(manifest.number))
+        if doomed:
+            self.files.sync()
+        for manifest in doomed:
+            self.files.unlink(tensors_name(manifest.number))
+        self.manifests = [each for each in self.manifests if each.number <= number]
+        named = {file.name for manifest in self.manifests for file in manifest.files}
+        self.places = {name: place for name, place in self.places.items() if name in named}
+
+    @property
+    def member_of(self) -> str | None:
+        """The state of several ranks to which the directory belongs, whether it has had a commit or not."""
+        return next((match[1] for name in self.files.names() if (match := MEMBER_NAME.fullmatch(name))), None)
+
+    def enlist(self) -> None:
+        """Have the directory belong to the state of several ranks before it has a commit, durably. Synchronous.
+
+        A rank that is found without commits later has then never had one; else its directory is another.
+
+        Raises:
+            StorageError: the system reported an error.
+        """
+        name = f"member-{self.state}.json"
+        names = [each for each in self.files.names() if MEMBER_NAME.fullmatch(each)]
+        if names != [name]:
+            self.files.write(name, b"{}\n")
+            self.files.sync()
+            for each in names:
+                if each != name:
+                    self.files.unlink(each)
+        self.directories[self.every.index(self.files)].is_member = True
 
     def keep(self) -> None:
         """There is a commit: the directories stay when the run ends."""
@@ -193,6 +239,10 @@ def _check_marks(every: Sequence[DirectoryFiles], manifests: Sequence[Manifest])
             )
 
 
+def _is_mark(name: str) -> bool:
+    return bool(MARK_NAME.fullmatch(name) or MEMBER_NAME.fullmatch(name))
+
+
 def _is_record(name: str) -> bool:
     match = COMMIT_NAME.fullmatch(name)
     return match is not None and match[2] == "json" and not match[3]
@@ -283,7 +333,7 @@ def _remove_orphans(
             if (DATA_NAME.fullmatch(name) and places.get(name) != index)
             or (COMMIT_NAME.fullmatch(name) and (files is not home or name not in kept))
             or PROBE_NAME.fullmatch(name)
-            or (name.endswith(".partial") and MARK_NAME.fullmatch(name.removesuffix(".partial")))
+            or (name.endswith(".partial") and _is_mark(name.removesuffix(".partial")))
         ]
         for name in doomed:
             files.unlink(name)

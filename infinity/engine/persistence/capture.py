@@ -34,7 +34,15 @@ from infinity.engine.persistence.module_state import (
     restore_buffers,
     restore_extra_states,
 )
-from infinity.engine.persistence.snapshot import PartLayout, Snapshot, dtype_name, layout_of, same_layout, torch_dtype
+from infinity.engine.persistence.snapshot import (
+    PartLayout,
+    Snapshot,
+    Stage,
+    dtype_name,
+    layout_of,
+    same_layout,
+    torch_dtype,
+)
 from infinity.engine.persistence.tracked import Tracked
 from infinity.engine.randomness import Generators
 from infinity.engine.scaling import Scaling
@@ -81,6 +89,7 @@ class Capture:
         scaling: the loss scale.
         generators: the random generators of torch.
         config: the engine's.
+        stage: what is divided among ranks; ``None``: there is one.
 
     Attributes:
         tracked: the objects of the user's that go along.
@@ -97,6 +106,8 @@ class Capture:
         scaling: Scaling,
         generators: Generators,
         config: Config,
+        *,
+        stage: Stage | None = None,
     ) -> None:
         self._module = module
         self._user = weakref.ref(optimizer)  # whose step() leads to the engine, which is forgotten with it
@@ -108,6 +119,7 @@ class Capture:
         self._scaling = scaling
         self._generators = generators
         self._config = config
+        self._stage = stage
         self._names = {slot.param: slot.name for part in plan.parts for slot in part.slots}
         self.tied = self._find_tied()  # now, since modules hold other parameters while a state dict is made
         self._groups: list[dict[str, Any]] | None = None  # those of a commit, until the first step after it
@@ -201,6 +213,7 @@ class Capture:
         return Snapshot.model_validate(
             {
                 "step": step,
+                "stage": self._stage,
                 "units": [unit.name for unit in self._units],
                 "parts": taken["parts"],
                 "tied": self.tied,
@@ -226,7 +239,7 @@ class Capture:
         Raises:
             ModelError: it says what differs first.
         """
-        ours = {slot.name: list(slot.shape) for part in self._parts for slot in part.slots}
+        ours = {slot.name: list(slot.original.shape) for part in self._parts for slot in part.slots}
         theirs = {slot.name: slot.shape for part in snapshot.parts for slot in part.slots}
         for name in [*ours, *theirs]:
             if ours.get(name) != theirs.get(name):

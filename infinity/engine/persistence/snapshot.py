@@ -12,21 +12,32 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from torch import nn
 
 from infinity.engine.formats import FormatOf, Master, Whole
 from infinity.engine.states import StateFormatOf
 from infinity.engine.substep import PartState
-from infinity.engine.unit import PART_ALIGNMENT, Part, Slot, Unit
+from infinity.engine.unit import PART_ALIGNMENT, CutSlot, Part, Slot, Unit
 from infinity.errors import ManifestError
 from infinity.store.manifest import Manifest
 
 _MAX_ELEMENTS = 1 << 62
+_MAX_WHOLE_ELEMENTS = 1 << 56
+"""Of a parameter of which a rank has a piece: as many fit into an address space, in any dtype."""
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 WeightsAs = Literal["whole", "master", "planes"]
 StatesAs = Literal["full", "bf16", "int8"]
+Stage = Literal[0, 1, 2, 3]
 
 
 class _Record(BaseModel):
@@ -34,16 +45,42 @@ class _Record(BaseModel):
 
 
 class SlotLayout(_Record):
-    """One parameter's place in the shards of its part (``unit.Slot``)."""
+    """One parameter's place in the shards of its part (``unit.Slot``): all of it, or one rank's piece of it."""
 
     name: str
     shape: list[_Count]
+    """The parameter's own, as ``stride``."""
+
     stride: list[_Count]
     offset: _Count
+    start: _Count = 0
+    """How many of the parameter's elements, as they lie in memory, come before those that are here."""
+
+    count: _Count | None = None
+    """How many of them are here; ``None``, and not written: all."""
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = write(self)
+        if self.count is None:
+            del document["start"], document["count"]
+        return document
 
 
 def _span(slot: SlotLayout) -> int:
     """How many elements it takes; each of them is one of the parameter's."""
+    whole = _num_elements(slot)
+    if whole > _MAX_WHOLE_ELEMENTS:
+        raise ValueError(f"parameter {slot.name} has a shape that no tensor has")
+    if slot.start + (slot.count or 0) > whole or (slot.count is None and slot.start):
+        raise ValueError(
+            f"parameter {slot.name}: elements {slot.start} to {slot.start + (slot.count or 0)} of {whole} there are not"
+        )
+    return whole if slot.count is None else slot.count
+
+
+def _num_elements(slot: SlotLayout) -> int:
+    """How many elements the parameter has; they lie without gaps."""
     if len(slot.shape) != len(slot.stride):
         raise ValueError(f"parameter {slot.name}: shape and stride differ in length")
     count, end = math.prod(slot.shape), 1
@@ -126,6 +163,9 @@ class Snapshot(_Record):
     step: _Count
     """How many optimizer steps were taken, skipped ones included."""
 
+    stage: Stage | None = None
+    """What was divided among ranks (``Config.stage``); ``None``, and not written: there was one rank."""
+
     units: list[str]
     parts: list[PartLayout]
     tied: dict[str, str]
@@ -152,6 +192,13 @@ class Snapshot(_Record):
 
     config: dict[str, Any]
     versions: dict[str, str]
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = write(self)
+        if self.stage is None:
+            del document["stage"]
+        return document
 
     @model_validator(mode="after")
     def _check(self) -> Snapshot:
@@ -230,10 +277,7 @@ def layout_of(
         stepped=part.stepped,
         weights=weights,
         num_elements=part.num_elements,
-        slots=[
-            SlotLayout(name=slot.name, shape=list(slot.shape), stride=list(slot.stride), offset=slot.offset)
-            for slot in part.slots
-        ],
+        slots=[_slot_layout(slot) for slot in part.slots],
         states={
             name: StateLayout(
                 dtype=dtype_name(dtype),
@@ -245,6 +289,15 @@ def layout_of(
     )
 
 
+def _slot_layout(slot: Slot) -> SlotLayout:
+    whole = slot.original
+    layout = SlotLayout(name=slot.name, shape=list(whole.shape), stride=list(whole.stride), offset=slot.offset)
+    if not isinstance(slot, CutSlot):
+        return layout
+    count = slot.num_elements
+    return layout.model_copy(update={"start": slot.skipped if count else 0, "count": count})
+
+
 def parts_of(snapshot: Snapshot) -> list[Part]:
     """Parts with the layout of a snapshot, whose parameters are placeholders on the meta device.
 
@@ -253,16 +306,7 @@ def parts_of(snapshot: Snapshot) -> list[Part]:
     parts = []
     for index, each in enumerate(snapshot.parts):
         compute, step = torch_dtype(each.compute_dtype), torch_dtype(each.step_dtype)
-        slots = [
-            Slot(
-                slot.name,
-                nn.Parameter(torch.empty(slot.shape, dtype=compute, device="meta"), requires_grad=False),
-                torch.Size(slot.shape),
-                tuple(slot.stride),
-                slot.offset,
-            )
-            for slot in each.slots
-        ]
+        slots = [_slot_of(slot, compute) for slot in each.slots]
         part = Part(
             index, each.unit, each.position, torch_dtype(each.dtype), compute, step, compute, each.stepped, slots
         )
@@ -270,6 +314,15 @@ def parts_of(snapshot: Snapshot) -> list[Part]:
         part.num_elements = each.num_elements
         parts.append(part)
     return parts
+
+
+def _slot_of(layout: SlotLayout, dtype: torch.dtype) -> Slot:
+    param = nn.Parameter(torch.empty(layout.shape, dtype=dtype, device="meta"), requires_grad=False)
+    whole = Slot(layout.name, param, torch.Size(layout.shape), tuple(layout.stride), layout.offset)
+    if layout.count is None:
+        return whole
+    size = torch.Size([layout.count])
+    return CutSlot(layout.name, param, size, (1,), layout.offset, whole=whole, skipped=layout.start)
 
 
 def same_layout(snapshot: Snapshot, units: Sequence[Unit], layouts: Mapping[int, PartLayout]) -> bool:
