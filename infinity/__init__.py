@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from infinity.engine.initialize import initialize
     from infinity.engine.persistence.durability import CommitInfo
     from infinity.engine.persistence.importing import open_weights
-    from infinity.engine.persistence.stored_state import StoredState, open_checkpoint
+    from infinity.engine.persistence.joined import open_checkpoint
+    from infinity.engine.persistence.stored_state import StoredState
     from infinity.errors import (
         BudgetError,
         ConfigError,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
         NoCommitError,
         NonFiniteError,
         NonFiniteWarning,
+        RankFailedError,
+        RanksApartError,
         RanksError,
         ShortTransferError,
         StorageError,
@@ -58,6 +61,8 @@ __all__ = [
     "NoCommitError",
     "NonFiniteError",
     "NonFiniteWarning",
+    "RankFailedError",
+    "RanksApartError",
     "RanksError",
     "RouteStats",
     "ShortTransferError",
@@ -97,6 +102,8 @@ _HOMES = {
     "NoCommitError": "infinity.errors",
     "NonFiniteError": "infinity.errors",
     "NonFiniteWarning": "infinity.errors",
+    "RankFailedError": "infinity.errors",
+    "RanksApartError": "infinity.errors",
     "RanksError": "infinity.errors",
     "RouteStats": "infinity.trace.stats",
     "ShortTransferError": "infinity.errors",
@@ -110,7 +117,7 @@ _HOMES = {
     "UnitStats": "infinity.trace.stats",
     "deferred_init": "infinity.engine.deferred",
     "initialize": "infinity.engine.initialize",
-    "open_checkpoint": "infinity.engine.persistence.stored_state",
+    "open_checkpoint": "infinity.engine.persistence.joined",
     "open_weights": "infinity.engine.persistence.importing",
     "tile_large_layers": "infinity.nn.replace",
     "tiled_cross_entropy": "infinity.nn.loss",

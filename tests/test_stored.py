@@ -118,8 +118,7 @@ def test_where_no_state_is(writer: StateWriter, tmp_path: Path) -> None:
     with pytest.raises(NoCommitError, match="nothing has been committed"):
         StoredCommit.open(writer.directories[1])
     (writer.directories[0].parent / "infinity-state-rank1").mkdir()
-    with pytest.raises(DirectoryError, match=r"several ranks are here \(infinity-state-rank0, infinity-state-rank1\)"):
-        StoredCommit.open(writer.directories[0].parent)
+    assert len(find_directories(writer.directories[0].parent)) == 2
 
 
 def test_two_states_are_not_mixed(writer: StateWriter, tmp_path: Path) -> None:

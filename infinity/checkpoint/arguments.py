@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from infinity.engine.persistence.joined import open_stored
 from infinity.engine.persistence.stored_state import StoredState
-from infinity.store.stored import StoredCommit
 
 _NUMBERED = re.compile(r"(?P<path>.+)@(?P<number>\d{1,15})")
 
@@ -30,14 +30,20 @@ def say(console: Console, message: str, style: str | None = None) -> None:
 
 @contextlib.contextmanager
 def opened(
-    paths: Sequence[Path], number: int | None, console: Console, *, lock: bool = True, memory_bytes: int = 0
+    paths: Sequence[Path],
+    number: int | None,
+    console: Console,
+    *,
+    lock: bool = True,
+    memory_bytes: int = 0,
+    is_whole: bool = True,
 ) -> Iterator[StoredState]:
     """A commit as long as the context lasts; says which newer ones cannot be used.
 
     Raises:
-        InfinityError: as for ``StoredCommit.open`` and ``StoredState``.
+        InfinityError: as for ``open_checkpoint``.
     """
-    with StoredCommit.open(paths, number, lock=lock) as commit:
-        for error in commit.passed_over:
+    with open_stored(paths, number, lock=lock, memory_bytes=memory_bytes, is_whole=is_whole) as state:
+        for error in state.commit.passed_over:
             say(console, f"warning: passed over: {error}", "yellow")
-        yield StoredState(commit, memory_bytes=memory_bytes)
+        yield state

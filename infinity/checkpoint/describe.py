@@ -15,7 +15,7 @@ from infinity.console.formats import format_bytes
 from infinity.engine.persistence.snapshot import dtype_name
 from infinity.engine.persistence.stored_state import StoredState
 from infinity.errors import StorageError
-from infinity.store.finding import find_directories, list_commits, read_manifest
+from infinity.store.finding import find_directories, list_homes, read_manifest
 
 
 def describe(paths: Sequence[Path], number: int | None, console: Console) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def describe(paths: Sequence[Path], number: int | None, console: Console) -> dic
     """
     directories = find_directories(paths)
     commits = list(_commits(directories))
-    with opened(paths, number, console, lock=False) as state:  # no shard is read, so a live job is not in the way
+    with opened(paths, number, console, lock=False, is_whole=False) as state:  # no shard is read: jobs may run
         return {
             "directories": [str(directory) for directory in directories],
             "state": state.commit.manifest.state,
@@ -41,31 +41,38 @@ def describe(paths: Sequence[Path], number: int | None, console: Console) -> dic
 
 
 def _commits(directories: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    for file in list_commits(directories):
+    homes = list_homes(directories)
+    for number in sorted({file.number for files in homes.values() for file in files}, reverse=True):
+        files = [file for of_rank in homes.values() for file in of_rank if file.number == number]
         try:
-            manifest = read_manifest(file)
+            manifests = [read_manifest(file) for file in files]
         except StorageError as error:
-            yield {"number": file.number, "valid": False, "error": str(error)}
+            yield {"number": number, "valid": False, "error": str(error)}
             continue
-        step = manifest.engine.get("step")
+        if len(files) < len(homes):
+            yield {"number": number, "valid": False, "error": f"only {len(files)} of {len(homes)} ranks have it"}
+            continue
+        step = manifests[0].engine.get("step")
         yield {
-            "number": file.number,
+            "number": number,
             "valid": True,
             "step": step if isinstance(step, int) else None,
-            "time": manifest.time,
-            "num_bytes": manifest.num_bytes,
+            "time": manifests[0].time,
+            "num_bytes": sum(manifest.num_bytes for manifest in manifests),
         }
 
 
 def _describe_commit(state: StoredState) -> dict[str, Any]:
     manifest, snapshot = state.commit.manifest, state.snapshot
-    found = {file.name: _where(state, file.name) for file in manifest.files}
+    files = [file for commit in state.commits for file in commit.manifest.files]
+    found = {file.name: _where(state, file.name) for file in files}
     return {
         "number": manifest.number,
         "step": snapshot.step,
         "time": manifest.time,
-        "rank": manifest.rank,
+        "ranks": [commit.manifest.rank for commit in state.commits],
         "world_size": manifest.world_size,
+        "stage": snapshot.stage,
         "num_parameters": sum(slot.num_elements for part in state.parts for slot in part.slots),
         "num_bytes": _sizes(state, None),
         "units": [_describe_unit(state, index) for index in range(len(snapshot.units))],
@@ -90,20 +97,22 @@ def _describe_commit(state: StoredState) -> dict[str, Any]:
                 "was_in": file.directory,
                 "found": None if found[file.name] is None else str(found[file.name]),
             }
-            for file in manifest.files
+            for file in files
         ],
     }
 
 
 def _where(state: StoredState, name: str) -> Path | None:
-    return next((each / name for each in state.commit.directories if (each / name).is_file()), None)
+    directories = (directory for commit in state.commits for directory in commit.directories)
+    return next((each / name for each in directories if (each / name).is_file()), None)
 
 
 def _sizes(state: StoredState, unit: int | None) -> dict[str, int]:
     sizes: dict[str, int] = {}
-    for shard in state.commit.manifest.shards:
-        if unit is None or shard.unit == unit:
-            sizes[shard.kind] = sizes.get(shard.kind, 0) + shard.num_bytes
+    for commit in state.commits:
+        for shard in commit.manifest.shards:
+            if unit is None or shard.unit == unit:
+                sizes[shard.kind] = sizes.get(shard.kind, 0) + shard.num_bytes
     return dict(sorted(sizes.items()))
 
 
@@ -111,7 +120,7 @@ def _describe_unit(state: StoredState, index: int) -> dict[str, Any]:
     parameters = [
         {
             "name": slot.name,
-            "shape": list(slot.shape),
+            "shape": list(slot.original.shape),
             "dtype": layout.step_dtype if layout.weights != "whole" else layout.compute_dtype,
             "compute_dtype": layout.compute_dtype,
             "stored": layout.weights,
@@ -167,7 +176,7 @@ def lines_of(document: Mapping[str, Any]) -> Iterator[str]:
             yield f"{mark} commit {each['number']}  cannot be used: {each['error']}"
     yield ""
     yield (
-        f"commit {commit['number']}: step {commit['step']}, rank {commit['rank']} of {commit['world_size']}, "
+        f"commit {commit['number']}: step {commit['step']}, {_show_ranks(commit)}, "
         f"{commit['num_parameters']:,} parameters, {format_bytes(sum(commit['num_bytes'].values()))}: "
         f"{_show_sizes(commit['num_bytes'])}"
     )
@@ -192,6 +201,13 @@ def _show_parameter(each: Mapping[str, Any]) -> str:
     states = f"; {', '.join(each['states'])} ({', '.join(sorted(stored))})" if stored else ""
     frozen = "" if each["stepped"] else "; not stepped"
     return f"{each['name']}  {shape}  {each['dtype']}{computes} ({each['stored']}){states}{frozen}"
+
+
+def _show_ranks(commit: Mapping[str, Any]) -> str:
+    ranks, num_ranks = commit["ranks"], commit["world_size"]
+    if len(ranks) == num_ranks > 1:
+        return f"of {num_ranks} ranks, stage {commit['stage']}"
+    return f"rank {', '.join(map(str, ranks))} of {num_ranks}"
 
 
 def _show_sizes(sizes: Mapping[str, int]) -> str:

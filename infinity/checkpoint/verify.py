@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Console
 
 from infinity.checkpoint.moving import Moving
+from infinity.engine.persistence.joined import JoinedState
 from infinity.engine.persistence.stored_state import StoredState
 from infinity.errors import DirectoryError, InfinityError, NoCommitError, ShortTransferError, StorageError
 from infinity.io.memory import allocate, as_bytes
-from infinity.store.finding import find_directories, list_commits
+from infinity.store.finding import find_directories, list_homes
 from infinity.store.manifest import StoredExtent, StoredShard
 from infinity.store.stored import BLOCK_BYTES, StoredCommit
 
@@ -83,14 +84,23 @@ def verify(paths: Sequence[Path], number: int | None, console: Console) -> Repor
         NoCommitError: there is no such commit, or none at all.
         StorageError: a directory cannot be read.
     """
-    numbers = [file.number for file in list_commits(find_directories(paths)) if number in (None, file.number)]
+    directories = find_directories(paths)
+    homes = list_homes(directories)
+    numbers = sorted({file.number for files in homes.values() for file in files if number in (None, file.number)})[::-1]
     if not numbers:
         raise NoCommitError(
             "there is nothing to verify" if number is None else f"there is no commit {number}", path=paths[0]
         )
     report = Report(numbers)
-    sound = [commit for each in numbers if (commit := _open(paths, each, report)) is not None]
+    others = [directory for directory in directories if directory not in homes]
+    sound: list[StoredCommit] = []
     try:
+        for each in numbers:
+            having = [home for home, files in homes.items() if any(file.number == each for file in files)]
+            found = [commit for home in having if (commit := _open([home, *others], each, report)) is not None]
+            sound += found
+            if 1 < len(found) == len(homes):
+                _check_together(found, report)
         extents = list(_extents(sound))
         with Moving(console, "verifying", sum(extent.num_bytes for _, _, extent, _ in extents)) as moving:
             memory = as_bytes(allocate(BLOCK_BYTES))
@@ -120,6 +130,15 @@ def _open(paths: Sequence[Path], number: int, report: Report) -> StoredCommit | 
     except InfinityError as error:
         report.faults.append(Fault([number], None, str(commit.path), None, None, None, str(error)))
     return commit
+
+
+def _check_together(commits: Sequence[StoredCommit], report: Report) -> None:
+    """Whether what ranks have of a commit fits together."""
+    try:
+        JoinedState(sorted(commits, key=lambda commit: commit.manifest.rank))
+    except InfinityError as error:
+        number, path = commits[0].manifest.number, commits[0].path
+        report.faults.append(Fault([number], None, str(path), None, None, None, str(error)))
 
 
 def _extents(commits: Sequence[StoredCommit]) -> Iterator[tuple[StoredCommit, StoredShard, StoredExtent, list[int]]]:

@@ -2,6 +2,8 @@
 
 A *state directory* holds ``commit-<number>.json``, the tensors beside it, and data files; with several NVMe paths there
 are several, of which one has the commits. A user may name the directories themselves or the paths that hold them.
+Where several ranks have run, each has such directories of its own, in one called ``rank-<rank>``; in a checkpoint that
+they have saved together, ``rank-<rank>-of-<how many>``. The path that holds these leads to those of all ranks.
 
 Who reads takes a shared ``flock`` on ``lock``, whose exclusive one is a job's: so nobody reads what a live job prunes,
 and no job starts to prune what is being read. A saved checkpoint has no ``lock``, and needs none: nobody changes it.
@@ -43,6 +45,7 @@ from infinity.store.manifest import (
 from infinity.store.owner import read_owner
 
 STATE_NAME = re.compile(r"infinity-state-rank\d+")
+RANK_NAME = re.compile(r"rank-\d{1,10}(-of-\d{5,10})?")
 
 _PIECE_BYTES = 4 << 20
 
@@ -55,11 +58,11 @@ class CommitFile(NamedTuple):
 
 
 def find_directories(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The state directories that ``paths`` are, or hold.
+    """The state directories that ``paths`` are, or hold: those of all ranks.
 
     Raises:
         ConfigError: these are no paths.
-        DirectoryError: a path is missing or no directory, or holds the state directories of several ranks.
+        DirectoryError: a path is missing or no directory.
         NoCommitError: a path neither is a state directory nor holds one.
         StorageError: it could not be listed.
     """
@@ -67,21 +70,37 @@ def find_directories(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[
     given = paths if isinstance(paths, Iterable) and not isinstance(paths, (str, bytes)) else [paths]
     for path in [user_path(each, "a checkpoint, or the NVMe directories of a run") for each in given]:
         names = _list(path)
-        if any(COMMIT_NAME.fullmatch(name) or DATA_NAME.fullmatch(name) for name in names):
-            found[path.absolute()] = None
-            continue
-        inside = [path / name for name in names if STATE_NAME.fullmatch(name) and (path / name).is_dir()]
-        if len(inside) > 1:
-            names_of_all = ", ".join(each.name for each in inside)
-            raise DirectoryError(f"the states of several ranks are here ({names_of_all}); give one of them", path=path)
-        if not inside and not STATE_NAME.fullmatch(path.absolute().name):
-            raise NoCommitError(
-                "neither a state directory nor an NVMe path that holds one: expected commit-NUMBER.json or "
-                "infinity-state-rank0 in it",
-                path=path,
-            )
-        found[(inside[0] if inside else path).absolute()] = None
+        inside = _inside(path, names)
+        for name in names if not inside else ():
+            if RANK_NAME.fullmatch(name) and (path / name).is_dir():
+                inside += _inside(path / name, _list(path / name))
+        if not inside:
+            if not STATE_NAME.fullmatch(path.absolute().name):
+                raise NoCommitError(
+                    "neither a state directory nor an NVMe path that holds one: expected commit-NUMBER.json or "
+                    "infinity-state-rank0 in it",
+                    path=path,
+                )
+            inside = [path]
+        found.update(dict.fromkeys(each.absolute() for each in inside))
     return list(found)
+
+
+def states_in(path: Path) -> list[Path]:
+    """The state directories with commits that a directory holds.
+
+    Raises:
+        OSError: the system reported an error.
+    """
+    inside = [each for each in path.iterdir() if STATE_NAME.fullmatch(each.name) and each.is_dir()]
+    return sorted(each for each in inside if any(COMMIT_NAME.fullmatch(file.name) for file in each.iterdir()))
+
+
+def _inside(path: Path, names: Sequence[str]) -> list[Path]:
+    """The state directories that a directory is, or holds."""
+    if any(COMMIT_NAME.fullmatch(name) or DATA_NAME.fullmatch(name) for name in names):
+        return [path]
+    return [path / name for name in names if STATE_NAME.fullmatch(name) and (path / name).is_dir()]
 
 
 def _list(path: Path) -> list[str]:
@@ -95,10 +114,23 @@ def _list(path: Path) -> list[str]:
 
 
 def list_commits(directories: Sequence[Path]) -> list[CommitFile]:
-    """The manifests in state directories, newest first; none of them has been looked into.
+    """The manifests in state directories of one rank, newest first; none of them has been looked into.
 
     Raises:
         DirectoryError: more than one of the directories has commits.
+        StorageError: a directory could not be listed.
+    """
+    found = list_homes(directories)
+    if len(found) > 1:
+        both = " and ".join(map(str, found))
+        raise DirectoryError(f"{both} both hold commits; give the directories of one state", path=next(iter(found)))
+    return next(iter(found.values()), [])
+
+
+def list_homes(directories: Sequence[Path]) -> dict[Path, list[CommitFile]]:
+    """The state directories that have commits, one for each rank, and the manifests in them, newest first.
+
+    Raises:
         StorageError: a directory could not be listed.
     """
     found: dict[Path, list[CommitFile]] = {}
@@ -107,10 +139,7 @@ def list_commits(directories: Sequence[Path]) -> list[CommitFile]:
             match = COMMIT_NAME.fullmatch(name)
             if match is not None and name == manifest_name(int(match[1])):
                 found.setdefault(directory, []).append(CommitFile(int(match[1]), directory / name))
-    if len(found) > 1:
-        both = " and ".join(map(str, found))
-        raise DirectoryError(f"{both} both hold commits; give the directories of one state", path=next(iter(found)))
-    return sorted(next(iter(found.values()), []), reverse=True)
+    return {directory: sorted(files, reverse=True) for directory, files in found.items()}
 
 
 def read_manifest(file: CommitFile) -> Manifest:

@@ -187,6 +187,10 @@ class StoredCommit:
             self._files.popitem()[1].close()
         self._closing.close()
 
+    def keep(self, closing: contextlib.ExitStack) -> None:
+        """Close something else, too, when this is closed."""
+        self._closing.push(closing)
+
     def check_open(self) -> None:
         """Refuse to read what may be replaced by now.
 

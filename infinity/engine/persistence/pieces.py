@@ -17,7 +17,7 @@ import torch
 
 from infinity.engine.codecs import BLOCK_ELEMENTS, Codec
 from infinity.engine.persistence.snapshot import StateLayout, torch_dtype
-from infinity.engine.persistence.stored_state import StoredState
+from infinity.engine.persistence.stored_state import Source, StoredState
 from infinity.engine.planes import ExceptionTable, join, join_exactly
 from infinity.engine.states import Packed
 from infinity.engine.unit import MASTER, PARAM, RESIDUAL, UPPER, Part, state_kind
@@ -51,7 +51,7 @@ class _Flat(NamedTuple):
 
 
 class Pieces:
-    """Goes through parts of a commit.
+    """Goes through parts of a commit, of all ranks that have made it.
 
     Args:
         state: the commit's.
@@ -71,6 +71,52 @@ class Pieces:
             MismatchError: the bytes of the extent that has just ended are not those that were written.
             StorageError: a shard could not be read.
         """
+        for source in self._state.sources(part):
+            yield from _from(source, self._of(source).weights(source.part))
+
+    def computing(self, part: Part) -> Iterator[Piece]:
+        """The weights of a part in the dtype that computes; errors as for ``weights``."""
+        for source in self._state.sources(part):
+            yield from _from(source, self._of(source).computing(source.part))
+
+    def states(self, part: Part, name: str) -> Iterator[Piece]:
+        """One of the optimizer's states, of the slots that have it; errors as for ``weights``."""
+        having = set(self._state.layouts[part.index].states[name].slots)
+        for source in self._state.sources(part):
+            layout = source.state.layouts[source.part.index].states.get(name)
+            there = frozenset(layout.slots if layout is not None else ())
+            if layout is not None:
+                yield from _from(source, self._of(source).states(source.part, name))
+            for position in sorted(having & set(source.starts) - there):  # of one element, which is no shard
+                slot = source.part.slots[position]
+                value = source.state.small_state(slot.name).get(name)
+                if not isinstance(value, torch.Tensor) or value.numel() != slot.num_elements:
+                    raise ManifestError(
+                        f"commit cannot be used: no state {name} of parameter {slot.name}, which other ranks have",
+                        path=source.state.commit.path,
+                    )
+                yield Piece(position, source.starts[position], value.reshape(-1))
+
+    def _of(self, source: Source) -> _OwnPieces:
+        return _OwnPieces(source.state, block_bytes=self._block_bytes, whole_bytes=self._whole_bytes)
+
+
+def _from(source: Source, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Pieces of whole parameters, of those that are taken from there."""
+    for position, start, values in pieces:
+        if position in source.starts:
+            yield Piece(position, source.starts[position] + start, values)
+
+
+class _OwnPieces:
+    """Goes through what one rank has of parts; as ``Pieces``, whose ``start`` counts from the rank's first element."""
+
+    def __init__(self, state: StoredState, *, block_bytes: int, whole_bytes: int) -> None:
+        self._state = state
+        self._block_bytes = block_bytes
+        self._whole_bytes = whole_bytes
+
+    def weights(self, part: Part) -> Iterator[Piece]:
         stored = self._state.layouts[part.index].weights
         if stored == "planes":
             flat = self._joined(part)
@@ -80,11 +126,9 @@ class Pieces:
         return _by_slot(part, flat)
 
     def computing(self, part: Part) -> Iterator[Piece]:
-        """The weights of a part in the dtype that computes; errors as for ``weights``."""
         return _by_slot(part, self._flat(part, part.key(PARAM), part.compute_dtype))
 
     def states(self, part: Part, name: str) -> Iterator[Piece]:
-        """One of the optimizer's states, of the slots that have it; errors as for ``weights``."""
         layout: StateLayout = self._state.layouts[part.index].states[name]
         key, format_, positions = (
             part.key(state_kind(name)),
@@ -159,6 +203,11 @@ class Pieces:
 
 def tail_bytes(state: StoredState, part: Part, *, with_states: bool) -> int:
     """The largest tail of any of a part's shards: what ``Pieces`` holds of it beside blocks."""
+    sources = state.sources(part)
+    return max((_tail_bytes(each.state, each.part, with_states=with_states) for each in sources), default=0)
+
+
+def _tail_bytes(state: StoredState, part: Part, *, with_states: bool) -> int:
     layout = state.layouts[part.index]
     tails = [ExceptionTable.num_bytes(part.num_elements) if layout.weights == "planes" else 0]
     for each in layout.states.values() if with_states else ():

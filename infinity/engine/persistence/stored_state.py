@@ -7,84 +7,45 @@ needed, so that going through parameters in order reads each shard once and hold
 from __future__ import annotations
 
 import functools
-import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from infinity.engine.formats import Master, WeightFormat, Whole
 from infinity.engine.persistence.documents import Reader
-from infinity.engine.persistence.snapshot import PartLayout, StateLayout, parts_of, snapshot_of, torch_dtype
+from infinity.engine.persistence.shard_cache import ShardCache, StoredShelf
+from infinity.engine.persistence.snapshot import (
+    PartLayout,
+    Snapshot,
+    StateLayout,
+    parts_of,
+    snapshot_of,
+    torch_dtype,
+)
 from infinity.engine.persistence.streamed import StreamedState
 from infinity.engine.planar import with_planes
-from infinity.engine.planes import Residuals
 from infinity.engine.states import StateFormat, states_as
-from infinity.engine.unit import PARAM, RESIDUAL, Part, Slot, state_kind
+from infinity.engine.unit import PARAM, Part, Slot, state_kind
 from infinity.errors import ManifestError
-from infinity.store.shard import ShardKey
 from infinity.store.stored import StoredCommit
-
-T = TypeVar("T")
 
 MEMORY_BYTES = 64 << 20
 """Shards of other parts than the one in use stay in memory within this much."""
 
 
-class _Shards:
-    """The shards that were read last.
+class Source(NamedTuple):
+    """Where a part, or a rank's piece of it, is stored.
 
-    Args:
-        commit: where they are.
-        memory_bytes: how much to keep of parts that are not in use.
+    Attributes:
+        state: the commit's.
+        part: there.
+        starts: for each slot that is taken from there, the parameter's element with which it begins there.
     """
 
-    def __init__(self, commit: StoredCommit, memory_bytes: int) -> None:
-        self._commit = commit
-        self._memory_bytes = memory_bytes
-        self._kept: OrderedDict[ShardKey, tuple[str, torch.Tensor]] = OrderedDict()
-
-    def get(self, key: ShardKey, purpose: str) -> torch.Tensor:
-        """A shard; those of the same part for the same purpose stay as well.
-
-        Raises:
-            StorageError: it could not be read.
-        """
-        self._commit.check_open()
-        if key not in self._kept:
-            self._make_room(key, purpose)
-            self._kept[key] = (purpose, self._commit.read(key))
-        self._kept.move_to_end(key)
-        return self._kept[key][1]
-
-    def _make_room(self, key: ShardKey, purpose: str) -> None:
-        needed = self._commit.shard(key).num_bytes + sum(each.numel() for _, each in self._kept.values())
-        for other, (others_purpose, shard) in list(self._kept.items()):
-            if needed <= self._memory_bytes:
-                break
-            if (other.unit, other.part, others_purpose) != (key.unit, key.part, purpose):
-                del self._kept[other]
-                needed -= shard.numel()
-
-
-class _Shelf:
-    """A part's shards, as ``formats.py`` reads them."""
-
-    def __init__(self, shards: _Shards, commit: StoredCommit, part: Part) -> None:
-        self._shards = shards
-        self._commit = commit
-        self._part = part
-
-    def __contains__(self, kind: str) -> bool:
-        return self._part.key(kind) in self._commit
-
-    def look(self, kind: str, take: Callable[[torch.Tensor], T]) -> T:
-        shard = self._shards.get(self._part.key(kind), "weights")
-        if kind == RESIDUAL and not Residuals(shard, self._part.num_elements).table.is_sound(self._part.num_elements):
-            raise ManifestError(f"shard {self._part.key(kind)} holds no residuals", path=self._commit.path)
-        with torch.inference_mode(False):  # what is taken may be used in training
-            return take(shard)
+    state: StoredState
+    part: Part
+    starts: Mapping[int, int]
 
 
 class StoredState:
@@ -93,6 +54,8 @@ class StoredState:
     Args:
         commit: an open one, which ``close`` closes.
         memory_bytes: shards of other parts than the one in use stay in memory within this much.
+        shards: those in memory, where they are not only this commit's.
+        snapshot: what the engine wrote, where it is not the commit's own.
 
     Raises:
         ManifestError: it is not what an engine writes, or shards are missing.
@@ -109,13 +72,20 @@ class StoredState:
         param_names: what the optimizer holds, group by group, in its order.
     """
 
-    def __init__(self, commit: StoredCommit, *, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        commit: StoredCommit,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        shards: ShardCache | None = None,
+        snapshot: Snapshot | None = None,
+    ) -> None:
         self.commit = commit
-        self.snapshot = snapshot_of(commit.manifest, commit.path)
+        self.snapshot = snapshot_of(commit.manifest, commit.path) if snapshot is None else snapshot
         self.parts = parts_of(self.snapshot)
         self.layouts: Sequence[PartLayout] = self.snapshot.parts
         self.places = {slot.name: (part, position) for part in self.parts for position, slot in enumerate(part.slots)}
-        self._shards = _Shards(commit, memory_bytes)
+        self._shards = shards or ShardCache(memory_bytes)
         self._reader = Reader(commit.tensors())
         self._planes_of = with_planes(self.parts)
         self.buffers = {
@@ -140,7 +110,21 @@ class StoredState:
 
     def close(self) -> None:
         """Let jobs use the directories again. Closing twice is harmless."""
-        self.commit.close()
+        for commit in self.commits:
+            commit.close()
+
+    @property
+    def commits(self) -> Sequence[StoredCommit]:
+        """Those of all ranks that hold it."""
+        return [self.commit]
+
+    def of_rank(self, rank: int) -> StoredState:
+        """What one rank of a run goes on with: the commit whose random states and data positions are its own."""
+        return self
+
+    def sources(self, part: Part) -> Sequence[Source]:
+        """Where a part is stored, in the order of its elements."""
+        return [Source(self, part, dict.fromkeys(range(len(part.slots)), 0))]
 
     @property
     def step(self) -> int:
@@ -153,12 +137,12 @@ class StoredState:
 
         Each is read when it is asked for, and a copy on the CPU. After ``close`` that is an ``EngineStateError``.
         """
-        return _Weights(self, self._full)
+        return _Weights(self, self.full)
 
     @property
     def compute_weights(self) -> Mapping[str, Any]:
         """The same with parameters in the dtype that computes."""
-        return _Weights(self, self._computing)
+        return _Weights(self, self.computing)
 
     @property
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -236,15 +220,17 @@ class StoredState:
         """
         part, position = self.places[name]
         layout = self.layouts[part.index].states[state]
-        shard = self._shards.get(part.key(state_kind(state)), "states")
+        shard = self._shards.get(self.commit, part.key(state_kind(state)), "states")
         with torch.inference_mode(False):
             return self.state_format_of(part, layout).copy(part, position, shard)
 
-    def _full(self, part: Part, slot: Slot) -> torch.Tensor:
-        return self.format_of(part).read(part, slot, _Shelf(self._shards, self.commit, part))
+    def full(self, part: Part, slot: Slot) -> torch.Tensor:
+        """A copy of a parameter, or of what is here of it, at full precision."""
+        return self.format_of(part).read(part, slot, StoredShelf(self._shards, self.commit, part))
 
-    def _computing(self, part: Part, slot: Slot) -> torch.Tensor:
-        shelf = _Shelf(self._shards, self.commit, part)
+    def computing(self, part: Part, slot: Slot) -> torch.Tensor:
+        """The same in the dtype that computes."""
+        shelf = StoredShelf(self._shards, self.commit, part)
         return shelf.look(PARAM, lambda shard: slot.view(shard.view(part.compute_dtype)).clone())
 
     def _tensor(self, document: Any, name: str) -> torch.Tensor:
@@ -275,30 +261,6 @@ class StoredState:
 
     def _refused(self, message: str) -> ManifestError:
         return ManifestError(f"commit cannot be used: {message}", path=self.commit.path)
-
-
-def open_checkpoint(
-    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], number: int | None = None
-) -> StoredState:
-    """Read a checkpoint, or a commit of a run that has ended, without an engine; a context manager that closes itself.
-
-    Args:
-        paths: a directory of ``engine.save_checkpoint``, or a run's NVMe directories.
-        number: which commit; ``None`` for the newest.
-
-    Raises:
-        ConfigError: these are no paths.
-        DirectoryError: there is no such directory, or a live job owns it (``DirectoryInUseError``).
-        ManifestError: the commit is damaged.
-        NoCommitError: there is none.
-        StorageError: it could not be read.
-    """
-    commit = StoredCommit.open(paths, number)
-    try:
-        return StoredState(commit)
-    except BaseException:
-        commit.close()
-        raise
 
 
 class _Weights(Mapping[str, Any]):
