@@ -27,6 +27,7 @@ from infinity.engine.persistence.capture import Capture
 from infinity.engine.persistence.checkpoint import CheckpointLoader, CheckpointSaver
 from infinity.engine.persistence.durability import Durability, Scratch
 from infinity.engine.persistence.durable import Durable
+from infinity.engine.persistence.together import Together
 from infinity.engine.precision import Precision, precision_of
 from infinity.engine.prefetch import BACKLOG_SHARE, Orders
 from infinity.engine.randomness import Generators
@@ -146,6 +147,7 @@ class Assembly(ABC):
             self._scaling,
             Generators(device),
             config,
+            stage=config.stage if self._job.ranks.num_ranks > 1 else None,
         )
         self._durability = self._resources.durability = self._build_durability()
         self._take_over(optimizer, device)
@@ -191,7 +193,9 @@ class Assembly(ABC):
     def _build_tiers(self, device: torch.device, *, saved_bytes: int) -> None:
         config, resources, orders = self.config, self._resources, self._orders
         transfers = ShardSpans(self.recorder, self.unit_names)
-        open_tiers(resources, self._plan, config, orders, transfers, device, saved_bytes=saved_bytes)
+        open_tiers(
+            resources, self._plan, config, orders, transfers, device, ranks=self._job.ranks, saved_bytes=saved_bytes
+        )
         assert resources.store is not None
         assert resources.device is not None
         self._store, self._device = resources.store, resources.device
@@ -265,10 +269,18 @@ class Assembly(ABC):
             self._gradients.undo, self._speculation.reclaim = self._steps.undo, self._gradients.reclaim
 
     def _build_durability(self) -> Durability:
-        config, state, nvme = self.config, self._resources.state, self._resources.nvme
+        config, state, nvme, ranks = self.config, self._resources.state, self._resources.nvme, self._job.ranks
         if state is None or nvme is None:
-            return Scratch()
-        commits = Commits(nvme, state, num_retained=config.retained_commits, doubtful=config.verify != "off")
+            return Scratch(Together(self._resources.loop, ranks))
+        commits = Commits(
+            nvme,
+            state,
+            num_retained=config.retained_commits,
+            doubtful=config.verify != "off",
+            rank=ranks.rank,
+            world_size=ranks.num_ranks,
+            agreement=ranks,
+        )
         durable = Durable(
             self._resources.loop,
             self._store,
@@ -279,6 +291,7 @@ class Assembly(ABC):
             self.recorder,
             stepped=self._stream.stepped,
             every=config.durability if isinstance(config.durability, int) else None,
+            ranks=ranks,
         )
         self._steps.before_change = durable.join
         return durable
@@ -382,5 +395,8 @@ class Assembly(ABC):
             self._model_loader,
             self.optimizer,
             fail=self._steps.fail,
+            rank=self._job.ranks.rank,
         )
-        self._checkpoint_saver = CheckpointSaver(loop, self._store, self._capture)
+        self._checkpoint_saver = CheckpointSaver(
+            loop, self._store, self._capture, rank=self._job.ranks.rank, num_ranks=self._job.ranks.num_ranks
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Generator, Iterable, Sequence
@@ -12,13 +13,11 @@ import torch
 from infinity.engine.assembly import Assembly
 from infinity.engine.persistence.durability import CommitInfo
 from infinity.engine.persistence.exporting import export_weights
-from infinity.engine.persistence.stored_state import StoredState
+from infinity.engine.persistence.joined import open_checkpoint
 from infinity.engine.persistence.tensor_files import Entry
 from infinity.errors import ConfigError, EngineStateError, NonFiniteError, NonFiniteWarning
 from infinity.io.paths import user_path
 from infinity.store.commits import Commit
-from infinity.store.saving import check_place
-from infinity.store.stored import StoredCommit
 
 T = TypeVar("T")
 
@@ -120,7 +119,8 @@ class Checkpoints(Assembly):
     def save_checkpoint(self, path: str | os.PathLike[str]) -> CommitInfo:
         """Write the whole state into a directory of its own: weights, optimizer states, random states, what is tracked.
 
-        It is there whole or not at all, and is read by ``load_checkpoint`` under any budgets, by
+        With several ranks all of them call this, with the same path on a file system that all see. The checkpoint is
+        there whole or not at all, and is read by ``load_checkpoint`` under any budgets, by
         ``python -m infinity.checkpoint``, and by ``infinity.open_checkpoint``. With commits, one is made first.
 
         Args:
@@ -135,7 +135,7 @@ class Checkpoints(Assembly):
         """
         self._settle("save_checkpoint")
         self._refuse_gradients("save_checkpoint()")
-        return self._durability.save(self._checkpoint_saver, check_place(path))  # refused before a commit is made
+        return self._durability.save(self._checkpoint_saver, path)
 
     def load_checkpoint(self, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> int:
         """Go on from a checkpoint, or from the last commit in the NVMe directories of a run that has ended.
@@ -145,7 +145,7 @@ class Checkpoints(Assembly):
         ``rollback`` goes no further back.
 
         Args:
-            paths: a directory of ``save_checkpoint``; or a run's NVMe directories, all of them.
+            paths: a directory of ``save_checkpoint``; or a run's NVMe directories, all of them, of all its ranks.
 
         Returns:
             How many steps had been taken.
@@ -158,9 +158,10 @@ class Checkpoints(Assembly):
         """
         self._refuse_inside("load_checkpoint")
         self._durability.join()
-        with StoredCommit.open(paths) as commit:
-            stored = StoredState(commit)
-            self._checkpoint_loader.load(stored, self._recover)
+        together = self._durability.together
+        with contextlib.ExitStack() as stack:
+            stored = together.do("load_checkpoint", lambda: stack.enter_context(open_checkpoint(paths)))
+            together.do("load_checkpoint", lambda: self._checkpoint_loader.load(stored, self._recover))
         for unit in self._units:
             unit.version += 1
         self._durability.num_steps = stored.step

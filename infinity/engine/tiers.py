@@ -6,6 +6,7 @@ import torch
 
 from infinity.config import Config
 from infinity.engine.budget import Plan
+from infinity.engine.persistence.agreement import Ranks
 from infinity.engine.persistence.resume import capacity_bytes, open_for
 from infinity.engine.prefetch import Orders
 from infinity.engine.resources import Resources
@@ -25,6 +26,7 @@ def open_tiers(
     transfers: ShardSpans,
     device: torch.device,
     *,
+    ranks: Ranks,
     saved_bytes: int,
 ) -> None:
     """Open NVMe, host memory and device memory; each is in ``resources`` as soon as it is open.
@@ -36,6 +38,7 @@ def open_tiers(
         orders: what is needed when.
         transfers: told of transfers.
         device: where training computes.
+        ranks: of the run, each with directories of its own.
         saved_bytes: what NVMe holds beside for steps that may be undone.
 
     Raises:
@@ -44,7 +47,7 @@ def open_tiers(
         StorageError: they hold a state that cannot be gone on from.
     """
     if config.nvme:
-        state = resources.state = resources.loop.run(open_for(config))
+        state = resources.state = resources.loop.run(open_for(config, ranks))
         resources.nvme = resources.loop.run(
             NvmeTier.open(
                 config.nvme,

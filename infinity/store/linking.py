@@ -25,7 +25,9 @@ from infinity.store.versions import Held
 from infinity.store.volumes import MARGIN_BYTES, Volume
 
 
-async def link(nvme: NvmeTier, state: OpenState, commit: Commit, path: str | os.PathLike[str]) -> bool:
+async def link(
+    nvme: NvmeTier, state: OpenState, commit: Commit, path: str | os.PathLike[str], *, later: Path | None = None
+) -> bool:
     """Make a checkpoint of a commit that shares the run's bytes; false, and nothing is changed, where that cannot be.
 
     Args:
@@ -33,6 +35,7 @@ async def link(nvme: NvmeTier, state: OpenState, commit: Commit, path: str | os.
         state: has the commit's tensors.
         commit: the commit.
         path: where the checkpoint is to be.
+        later: where it will be found, if it is one rank's part of a checkpoint that is moved when all are made.
 
     Raises:
         DirectoryError: something else is there, or the directory that is to hold it is missing; or the run's own
@@ -40,13 +43,15 @@ async def link(nvme: NvmeTier, state: OpenState, commit: Commit, path: str | os.
         StorageError: the system reported an error.
     """
     with _typed_errors(path):
-        return await _link(nvme, state, commit, path)
+        return await _link(nvme, state, commit, path, later)
 
 
-async def _link(nvme: NvmeTier, state: OpenState, commit: Commit, path: str | os.PathLike[str]) -> bool:
+async def _link(
+    nvme: NvmeTier, state: OpenState, commit: Commit, path: str | os.PathLike[str], later: Path | None
+) -> bool:
     volumes = list(dict.fromkeys(volume for version in commit.held.values() for volume in version.extents))
     await call_in_thread(lambda: _check_places(volumes))
-    checkpoint = await call_in_thread(lambda: NewCheckpoint(path, 0))
+    checkpoint = await call_in_thread(lambda: NewCheckpoint(path, 0, later=later))
     try:
         if not await call_in_thread(lambda: _is_one_device(volumes, checkpoint.directory)):
             return False

@@ -9,7 +9,8 @@ Guarantees
       them leaves nothing in the place, and under ``.replaced`` what was there: the next directory that is made for this
       place finds it and puts it back first.
     * A crash leaves at most directories of these names. The next that is made for the same place removes those that
-      nobody has locked and in which nothing is but our marker and regular files of our names. What was replaced has
+      nobody has locked and in which nothing is but our marker and regular files of our names, and directories of
+      ranks with nothing but such. What was replaced has
       the ``.partial`` name then, and no lock, so it goes the same way.
     * A live one is never removed: the marker is locked as soon as it is there, and a maker whose directory was removed
       before that makes another. Where there is no ``flock``, nothing is removed but by its maker.
@@ -28,7 +29,7 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from infinity.io.paths import exchange
@@ -36,6 +37,8 @@ from infinity.store.held import MAX_ATTEMPTS, OPEN_DIRECTORY, leads_to
 from infinity.store.manifest import COMMIT_NAME, DATA_NAME
 from infinity.store.owner import OWNER, open_mark, read_owner, write_owner
 
+_PART = re.compile(r"rank-\d{5,10}-of-\d{5,10}")
+_PART_OR_LEFT = re.compile(rf"{_PART.pattern}(\.[0-9a-f]{{16}}\.(partial|replaced))?")
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -109,6 +112,53 @@ class PartialDirectory:
 def is_ours(name: str) -> bool:
     """Whether a checkpoint has files of this name."""
     return name == OWNER or bool(COMMIT_NAME.fullmatch(name) or DATA_NAME.fullmatch(name))
+
+
+def part_name(rank: int, num_ranks: int) -> str:
+    """The directory of one rank's part in a checkpoint of several."""
+    return f"rank-{rank:05d}-of-{num_ranks:05d}"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory is a checkpoint, of one rank or of several, and holds nothing else.
+
+    Raises:
+        OSError: the system reported an error.
+    """
+    return os.path.lexists(path / OWNER) and _are_all_ours(path, lambda name: bool(_PART.fullmatch(name)))
+
+
+def _are_all_ours(path: Path | int, is_part: Callable[[str], bool]) -> bool:
+    """Whether all that is in a directory are files of ours, and parts that hold nothing but such.
+
+    Args:
+        path: of it, or its descriptor.
+        is_part: tells by its name.
+    """
+    with os.scandir(path) as entries:
+        files = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
+    return all(is_ours(name) if is_file else is_part(name) and _is_part(path, name) for name, is_file in files.items())
+
+
+def _is_part(parent: Path | int, name: str) -> bool:
+    try:
+        if isinstance(parent, int):
+            directory = os.open(name, OPEN_DIRECTORY, dir_fd=parent)
+        else:
+            directory = os.open(parent / name, OPEN_DIRECTORY)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+    try:
+        return _are_all_ours(directory, lambda _: False)
+    finally:
+        os.close(directory)
+
+
+def _names_in(directory: int) -> list[str]:
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries]
 
 
 def _make(parent: int, name: str) -> tuple[int, int] | None:
@@ -186,14 +236,26 @@ def _remove(parent: int, name: str, *, is_own: bool) -> None:
             except OSError as error:
                 if not (is_own and error.errno in _NO_FLOCK):
                     raise
-            with os.scandir(directory) as entries:
-                regular = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
-            is_marked = read_owner(directory) is not None or len(regular) == 1  # it was being marked
-            if not (is_marked and all(each and is_ours(file) for file, each in regular.items())):
+            names = _names_in(directory)
+            is_marked = read_owner(directory) is not None or len(names) == 1  # it was being marked
+            if not (is_marked and _are_all_ours(directory, lambda each: bool(_PART_OR_LEFT.fullmatch(each)))):
                 return
-            for file in (*sorted(set(regular) - {OWNER}), OWNER):
-                os.unlink(file, dir_fd=directory)
+            for each in (*sorted(set(names) - {OWNER}), OWNER):
+                if is_ours(each):
+                    os.unlink(each, dir_fd=directory)
+                else:
+                    _remove_part(directory, each)
         os.rmdir(name, dir_fd=parent)  # empty, or not ours to empty
+
+
+def _remove_part(parent: int, name: str) -> None:
+    directory = os.open(name, OPEN_DIRECTORY, dir_fd=parent)
+    try:
+        for file in _names_in(directory):
+            os.unlink(file, dir_fd=directory)
+    finally:
+        os.close(directory)
+    os.rmdir(name, dir_fd=parent)
 
 
 def _is_there(parent: int, name: str) -> bool:

@@ -29,8 +29,8 @@ from infinity.store.manifest import (
     manifest_name,
     tensors_name,
 )
-from infinity.store.owner import OWNER, is_marked
-from infinity.store.partial import PartialDirectory, is_ours
+from infinity.store.owner import is_marked
+from infinity.store.partial import PartialDirectory, is_checkpoint
 from infinity.store.shard import ShardKey
 from infinity.store.state import new_file_name
 
@@ -44,6 +44,7 @@ class NewCheckpoint:
     Args:
         path: where it is to be: nothing, or a checkpoint that it replaces.
         num_bytes: what its shards will take, for a look at the room there is.
+        later: where it will be found, if it is one rank's part of a checkpoint that is made at ``path`` and then moved.
 
     Raises:
         DirectoryError: something else is there, or the directory that is to hold it is not.
@@ -51,21 +52,22 @@ class NewCheckpoint:
         StorageError: the system reported an error.
 
     Attributes:
-        path: where it is to be, absolute.
+        path: where it is to be found, absolute.
         directory: where it is until then.
     """
 
-    def __init__(self, path: str | os.PathLike[str], num_bytes: int) -> None:
-        self.path = check_place(path)
-        with system_errors("making the checkpoint", self.path):
-            self._partial = PartialDirectory(self.path)
+    def __init__(self, path: str | os.PathLike[str], num_bytes: int, *, later: Path | None = None) -> None:
+        self._place = check_place(path) if later is None else Path(path)
+        self.path = later or self._place
+        with system_errors("making the checkpoint", self._place):
+            self._partial = PartialDirectory(self._place)
         self.directory = self._partial.path
         self._name = new_file_name()
         self._file: int | None = None
         self._end = 0
         self._shards: list[StoredShard] = []
         try:
-            _refuse_too_large(self.path, num_bytes)  # without what dead ones took
+            _refuse_too_large(self._place, num_bytes)  # without what dead ones took
         except BaseException:
             self.close()
             raise
@@ -135,7 +137,7 @@ class NewCheckpoint:
                 write_new(directory, tensors_name(manifest.number), tensors)
             write_new(directory, manifest_name(manifest.number), encode(manifest))
             os.fsync(directory)
-            _refuse_strangers(self.path)
+            refuse_strangers(self._place)
             self._partial.put()
 
 
@@ -151,7 +153,7 @@ def check_place(path: object) -> Path:
     if place.name in ("", ".."):
         raise DirectoryError("expected a directory to be made, or a checkpoint to replace: give its name", path=place)
     with system_errors("looking at the place of the checkpoint", place):
-        _refuse_strangers(place)
+        refuse_strangers(place)
         if _STATE_NAME.fullmatch(place.name):
             raise DirectoryError("this is the name of a run's own directory: give the checkpoint another", path=place)
         parent = place.parent.resolve()
@@ -181,16 +183,20 @@ def _go_through_cache(file: int) -> None:
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
-def _refuse_strangers(path: Path) -> None:
-    """Refuse a place where something is that is no checkpoint."""
+def refuse_strangers(path: Path) -> None:
+    """Refuse a place where something is that is no checkpoint.
+
+    Raises:
+        DirectoryError: there is; or the directory that is to hold the place is missing.
+        OSError: the system reported an error.
+    """
     if not path.parent.is_dir():
         raise DirectoryError(
             f"the directory that is to hold the checkpoint is missing: mkdir -p {path.parent}", path=path
         )
     if not os.path.lexists(path):
         return
-    names = [each.name for each in path.iterdir()] if path.is_dir() and not path.is_symlink() else None
-    if names is None or OWNER not in names or not all(map(is_ours, names)):
+    if path.is_symlink() or not path.is_dir() or not is_checkpoint(path):
         raise DirectoryError(
             "expected nothing here, or a checkpoint of infinity's to replace; this is something else, and stays "
             "untouched: give another path",

@@ -14,6 +14,7 @@ import functools
 import os
 from collections.abc import Callable
 from datetime import datetime, timezone
+from pathlib import Path
 
 import torch
 from safetensors.torch import save
@@ -43,18 +44,27 @@ class CheckpointSaver:
         loop: the loop thread.
         store: the shards.
         capture: takes what is beside them.
+        rank: of this process.
+        num_ranks: how many there are; each writes its own.
     """
 
-    def __init__(self, loop: LoopThread, store: TieredStore, capture: Capture) -> None:
+    def __init__(
+        self, loop: LoopThread, store: TieredStore, capture: Capture, *, rank: int = 0, num_ranks: int = 1
+    ) -> None:
         self._loop = loop
         self._store = store
         self._capture = capture
+        self._rank = rank
+        self._num_ranks = num_ranks
 
-    def save(self, path: str | os.PathLike[str], *, step: int, state: str, number: int) -> int:
+    def save(
+        self, path: str | os.PathLike[str], *, step: int, state: str, number: int, later: Path | None = None
+    ) -> int:
         """Write a checkpoint; returns the bytes of its shards.
 
         Args:
             path: of its directory; a checkpoint that is there is replaced once this one is whole.
+            later: where it will be found, if it is one rank's part of a checkpoint (``saving_together.py``).
             step: how many steps were taken.
             state: names the run's state.
             number: the commit's.
@@ -73,15 +83,16 @@ class CheckpointSaver:
         manifest = Manifest(
             state=state,
             number=number,
-            rank=0,
-            world_size=1,
+            rank=self._rank,
+            world_size=self._num_ranks,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             files=[],
             shards=[],
             tensors=None if tensors is None else StoredTensors(num_bytes=len(tensors), checksum=long_checksum(tensors)),
             engine=engine,
         )
-        with NewCheckpoint(path, num_bytes + (0 if tensors is None else len(tensors))) as checkpoint:
+        total_bytes = num_bytes + (0 if tensors is None else len(tensors))
+        with NewCheckpoint(path, total_bytes, later=later) as checkpoint:
             for key, dtype in sorted(dtypes.items()):
                 self._loop.run(self._add(checkpoint, key, dtype, number))
             checkpoint.complete(manifest, tensors)
@@ -106,6 +117,7 @@ class CheckpointLoader:
         model_loader: takes weights by name.
         optimizer: takes optimizer states.
         fail: told what has failed half-way, when the state is whole no more.
+        rank: of this process.
     """
 
     def __init__(
@@ -118,6 +130,7 @@ class CheckpointLoader:
         optimizer: OffloadedOptimizer,
         *,
         fail: Callable[[BaseException], None],
+        rank: int = 0,
     ) -> None:
         self._loop = loop
         self._store = store
@@ -126,9 +139,10 @@ class CheckpointLoader:
         self._model_loader = model_loader
         self._optimizer = optimizer
         self._fail = fail
+        self._rank = rank
 
     def load(self, stored: StoredState, recover: Callable[[], None] = lambda: None) -> None:
-        """Make a checkpoint's state the engine's; random states too.
+        """Make a checkpoint's state the engine's; random states too, and what is tracked: this rank's own.
 
         Args:
             stored: the checkpoint's.
@@ -138,14 +152,14 @@ class CheckpointLoader:
             ModelError: it is of another model or optimizer; nothing has been changed.
             StorageError: it could not be read, or is damaged, or a shard could not be written.
         """
-        snapshot = stored.snapshot
-        taken = self._capture.read(snapshot, Reader(stored.commit.tensors()))
-        self._capture.check(snapshot, taken)
+        own = stored.of_rank(self._rank)
+        taken = self._capture.read(own.snapshot, Reader(own.commit.tensors()))
+        self._capture.check(stored.snapshot, taken)
         recover()
         try:
-            if self._capture.has_layout_of(snapshot):
-                self._loop.run(self._copy(stored.commit))
-                self._capture.restore_states(snapshot, taken)
+            if self._capture.has_layout_of(own.snapshot):
+                self._loop.run(self._copy(own.commit))
+                self._capture.restore_states(own.snapshot, taken)
             else:
                 self._capture.restore_buffers(taken)  # so that those that have a value are the same
                 self._model_loader.load(stored.weights, strict=True)

@@ -8,9 +8,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from infinity.engine.persistence.checkpoint import CheckpointSaver
+from infinity.engine.persistence.saving_together import check_together, save_together
 from infinity.engine.persistence.stored_state import StoredState
+from infinity.engine.persistence.together import Together
 from infinity.errors import ConfigError
 from infinity.store.commits import Commit
 
@@ -39,13 +42,20 @@ class CommitInfo:
 class Durability(ABC):
     """What an engine does about commits.
 
+    Args:
+        together: what all ranks do at once; ``None``: there is one.
+
     Attributes:
         num_steps: how many optimizer steps were taken, skipped ones included, those before a resume too.
         last: the newest commit.
+        together: what all ranks do at once.
     """
 
     num_steps: int = 0
     last: CommitInfo | None = None
+
+    def __init__(self, together: Together | None = None) -> None:
+        self.together = together or Together()
 
     @abstractmethod
     def resume(self, leave: Callable[[], None]) -> bool:
@@ -96,7 +106,7 @@ class Durability(ABC):
 
     @abstractmethod
     def save(self, saver: CheckpointSaver, path: str | os.PathLike[str]) -> CommitInfo:
-        """Write the state into a directory of its own. Nothing is under way."""
+        """Write the state into a directory of its own. Nothing is under way; a path is refused before all else."""
 
     @abstractmethod
     def find(self, *, steps: int | None) -> Commit:
@@ -153,8 +163,14 @@ class Scratch(Durability):
 
     def save(self, saver: CheckpointSaver, path: str | os.PathLike[str]) -> CommitInfo:
         """Copy all shards."""
+        place = check_together(self.together, path)
         begun, number = time.perf_counter(), self.num_steps
-        num_bytes = saver.save(path, step=self.num_steps, state=secrets.token_hex(16), number=number)
+        _, told = self.together.tell("save_checkpoint", lambda: secrets.token_hex(16), lambda name: name)
+
+        def write(place: Path, later: Path | None) -> int:
+            return saver.save(place, step=self.num_steps, state=told[0], number=number, later=later)
+
+        num_bytes = save_together(self.together, place, write)
         seconds = time.perf_counter() - begun
         return CommitInfo(number, self.num_steps, num_bytes, num_bytes, seconds, seconds)
 

@@ -10,6 +10,9 @@ A commit that is due after a step goes beside training, in three parts (``captur
 so it runs under the next forward. The next change of state, an optimizer step as a rule, waits for it: at any time
 there are the bytes of the commits that are kept and those that training has now, and never a third kind.
 
+With several ranks each makes its own, and a commit counts when all have made theirs (``store/agreement.py``); what one
+cannot do fails on all, and all go back to the same one.
+
 A commit that fails leaves the one before, and training may go on: the error is raised by whoever comes next to change
 state, once, and the next commit that is due is tried as if nothing had been.
 
@@ -18,7 +21,6 @@ All but coroutines belongs to the training thread.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -26,20 +28,23 @@ import os
 import time
 import weakref
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save
-
+from infinity.engine.persistence.agreement import Ranks
 from infinity.engine.persistence.capture import Capture, Taken
 from infinity.engine.persistence.checkpoint import CheckpointSaver
 from infinity.engine.persistence.documents import Reader, Writer
 from infinity.engine.persistence.durability import CommitInfo, Durability
-from infinity.engine.persistence.pending import Holding, Pending
+from infinity.engine.persistence.joined import open_stored
+from infinity.engine.persistence.making import Making
+from infinity.engine.persistence.pending import Pending
+from infinity.engine.persistence.saving_together import check_together, save_together
 from infinity.engine.persistence.snapshot import Snapshot, snapshot_of
 from infinity.engine.persistence.stored_state import StoredState
+from infinity.engine.persistence.together import Together
 from infinity.engine.prefetch import PrefetchScheduler
-from infinity.errors import EngineStateError, NoCommitError, UncertainCommitError
+from infinity.errors import DirectoryError, EngineStateError, NoCommitError, UncertainCommitError
 from infinity.io.completion import call_in_thread
 from infinity.store.commits import Commit, Commits
 from infinity.store.linking import link
@@ -47,9 +52,9 @@ from infinity.store.loop import LoopThread
 from infinity.store.manifest import manifest_name
 from infinity.store.state import OpenState
 from infinity.store.store import TieredStore
-from infinity.store.stored import StoredCommit, load_tensors
+from infinity.store.stored import load_tensors
 from infinity.store.versions import Held
-from infinity.trace import COMMIT, Recorder
+from infinity.trace import Recorder
 
 
 class Durable(Durability):
@@ -65,6 +70,7 @@ class Durable(Durability):
         recorder: is told of each commit.
         stepped: ends when no sub-group is on its way, or raises what a step failed with.
         every: after how many steps one is due; ``None``: when asked for.
+        ranks: all of the run's; ``commits`` agrees with the same.
     """
 
     def __init__(
@@ -79,15 +85,16 @@ class Durable(Durability):
         *,
         stepped: Callable[[], Awaitable[None]],
         every: int | None,
+        ranks: Ranks | None = None,
     ) -> None:
+        super().__init__(Together(loop, ranks, state.files.path))
         self._loop = loop
         self._store = store
         self._scheduler = scheduler
         self._commits = commits
         self._state = state
         self._capture_of = weakref.ref(capture)  # it has the user's objects, which lead to the engine
-        self._recorder = recorder
-        self._stepped = stepped
+        self._making = Making(store, commits, self._capture_of, recorder, stepped=stepped)
         self._every = every
         self._pending: Pending | None = None
         self._error: BaseException | None = None
@@ -110,10 +117,11 @@ class Durable(Durability):
         commit = self._commits.last
         if commit is None:
             return False
-        snapshot, taken = self._read(commit)
-        self._capture.check(snapshot, taken)
+        (snapshot, taken, _), alike = self.together.tell(
+            "resuming", lambda: self._look_into(commit), lambda found: found[2]
+        )
         self._found = commit, snapshot, taken
-        if not self._capture.has_layout_of(snapshot):
+        if not all(alike):
             return False
         leave()
         self._give_back(commit, snapshot, taken)
@@ -134,11 +142,25 @@ class Durable(Durability):
         if self.last is not None:
             self._capture.restore_random(taken)
             return
-        directories = [directory.path for directory in self._state.directories]
-        with StoredCommit.open(directories, commit.manifest.number, lock=False) as stored:
-            load(StoredState(stored))
+        with contextlib.ExitStack() as stack:
+            stored = self.together.do("resuming", lambda: stack.enter_context(self._open(commit, snapshot)))
+            self.together.do("resuming", lambda: load(stored))
         self.num_steps = snapshot.step
-        self.begin_anew()
+        self.begin_anew()  # until all ranks have done so, what others may still read here stays
+
+    def _open(self, commit: Commit, snapshot: Snapshot) -> StoredState:
+        """A commit, all of it: of other ranks, too, if it is divided among them."""
+        own = [directory.path for directory in self._state.directories]
+        is_divided = any(slot.count is not None for part in snapshot.parts for slot in part.slots)
+        for directory in self._state.of_ranks if is_divided else ():
+            if not directory.is_dir():
+                raise DirectoryError(
+                    "the state must be stored anew for these settings, for which each rank has to see the directories "
+                    "of all, and this one is not seen here: start with the settings of then; or have them save a "
+                    "checkpoint to a file system that the hosts share, and load that",
+                    path=directory,
+                )
+        return open_stored(self._state.of_ranks if is_divided else own, commit.manifest.number, lock=False)
 
     def begin_anew(self) -> None:
         """The state is that of another run, or time: commit it, and forget that there is a way back from here.
@@ -173,13 +195,14 @@ class Durable(Durability):
         writer = Writer("n")
         try:
             pending.moments.append(self._capture.at_next_use(writer))
-        except BaseException:
+        except BaseException as error:
             self._pending = None
             with contextlib.suppress(EngineStateError):  # the loop has ended, and with it all that is held
-                self._loop.submit(self._let_go(pending.held))
+                self._loop.submit(self._making.let_go(pending.held))
+                self._loop.run(self._commits.skip(pending.step, error))
             raise
         pending.writers.append(writer)
-        pending.made = self._loop.submit(self._make(pending))
+        pending.made = self._loop.submit(self._making.make(pending))
 
     def join(self) -> None:
         """Wait for a commit that is under way.
@@ -247,12 +270,17 @@ class Durable(Durability):
             ModelError: something cannot be kept.
             StorageError: the system reported an error; what was at ``path`` stays.
         """
+        place = check_together(self.together, path)
         info, begun = self.commit(), time.perf_counter()
         commit, nvme = self._commits.find(info.number), self._store.nvme
         assert nvme is not None
-        num_bytes = 0
-        if not self._loop.run(link(nvme, self._state, commit, path)):
-            num_bytes = saver.save(path, step=info.step, state=self._state.state, number=info.number)
+
+        def write(place: Path, later: Path | None) -> int:
+            if self._loop.run(link(nvme, self._state, commit, place, later=later)):
+                return 0
+            return saver.save(place, step=info.step, state=self._state.state, number=info.number, later=later)
+
+        num_bytes = save_together(self.together, place, write)
         seconds = time.perf_counter() - begun
         return dataclasses.replace(
             info,
@@ -262,11 +290,15 @@ class Durable(Durability):
         )
 
     def find(self, *, steps: int | None) -> Commit:
-        """The commit from which training has taken so many steps; ``None``: the newest.
+        """The commit from which training has taken so many steps; ``None``: the newest. The same on all ranks.
 
         Raises:
             NoCommitError: it is not kept, or never was.
+            RankFailedError: it is not kept on another rank, or another is chosen there.
         """
+        return self.together.same("rollback", lambda: self._find(steps), lambda commit: commit.manifest.number)
+
+    def _find(self, steps: int | None) -> Commit:
         if steps is None and self._commits.last is not None:
             return self._commits.last
         reachable = [each for each in self._commits.all if each.manifest.number >= self._first]
@@ -290,15 +322,7 @@ class Durable(Durability):
             NoCommitError: it is of another layout; nothing has been changed.
             StorageError: the system reported an error, or the commit is damaged; later commits stay.
         """
-        snapshot, taken = self._read(commit)
-        self._capture.check(snapshot, taken)
-        if not self._capture.has_layout_of(snapshot):
-            raise NoCommitError(
-                f"commit {commit.manifest.number} was made with other budgets or another precision, and its shards "
-                "cannot serve as they are: start with the settings of then, and resume",
-                path=self._path(commit),
-            )
-        self._loop.run(self._commits.check(commit))
+        snapshot, taken = self.together.do("rollback", lambda: self._check(commit))
         try:
             recover()
             self._pending = self._error = None
@@ -308,6 +332,18 @@ class Durable(Durability):
             fail(error)
             raise
         self._capture.restore_random(taken)
+
+    def _check(self, commit: Commit) -> tuple[Snapshot, Taken]:
+        """Refuse a commit to which there is no way back; nothing is changed."""
+        snapshot, taken, is_alike = self._look_into(commit)
+        if not is_alike:
+            raise NoCommitError(
+                f"commit {commit.manifest.number} was made with other budgets or another precision, and its shards "
+                "cannot serve as they are: start with the settings of then, and resume",
+                path=self._path(commit),
+            )
+        self._loop.run(self._commits.check(commit))
+        return snapshot, taken
 
     def _give_back(self, commit: Commit, snapshot: Snapshot, taken: Taken) -> None:
         """Make shards and all else what they were, but for random states."""
@@ -320,6 +356,12 @@ class Durable(Durability):
     async def _restore(self, held: Held) -> None:
         async with self._scheduler.replacing():
             await self._store.restore(held)
+
+    def _look_into(self, commit: Commit) -> tuple[Snapshot, Taken, bool]:
+        """What a commit of this model keeps beside shards, and whether these can serve as they are."""
+        snapshot, taken = self._read(commit)
+        self._capture.check(snapshot, taken)
+        return snapshot, taken, self._capture.has_layout_of(snapshot)
 
     def _read(self, commit: Commit) -> tuple[Snapshot, Taken]:
         """What a commit keeps beside shards.
@@ -339,45 +381,11 @@ class Durable(Durability):
     def _begin(self) -> None:
         assert self._pending is None, "a commit is under way"
         writer, begun = Writer("a"), time.perf_counter()
-        moment = self._capture.at_step(writer)
-        held = self._loop.submit(self._hold())
-        self._pending = Pending(self.num_steps, begun, [writer], [moment], held)
-
-    async def _hold(self) -> Holding:
-        """Wait for the step's end, and hold all shards as they are then."""
-        await self._stepped()
-        await self._commits.tidy()
-        writer = Writer("s")
-        states, dtypes = self._capture.of_states(writer), self._capture.dtypes()
-        before = self._store.statistics().written_bytes
-        held = await self._store.hold(dtypes)
-        return Holding(held, dtypes, states, writer, self._store.statistics().written_bytes - before)
-
-    async def _let_go(self, held: concurrent.futures.Future[Holding]) -> None:
-        nvme = self._store.nvme
-        assert nvme is not None
-        with contextlib.suppress(Exception):  # then nothing is held
-            nvme.versions.let_go((await asyncio.wrap_future(held)).held)
-
-    async def _make(self, pending: Pending) -> tuple[Commit, int]:
-        holding = await asyncio.wrap_future(pending.held)
-        tensors: dict[str, torch.Tensor] = {}
-        for writer in (*pending.writers, holding.writer):
-            tensors |= writer.tensors
         try:
-            engine, content = await call_in_thread(
-                lambda: (
-                    self._capture.snapshot(pending.step, *pending.moments, holding.states).model_dump(mode="json"),
-                    save(tensors) if tensors else None,
-                )
-            )
-        except BaseException:
-            await self._let_go(pending.held)
+            moment = self._capture.at_step(writer)
+        except BaseException as error:
+            with contextlib.suppress(EngineStateError):
+                self._loop.run(self._commits.skip(self.num_steps, error))
             raise
-        held = time.perf_counter()
-        commit = await self._commits.make(holding.held, holding.dtypes, engine, content)
-        written_bytes = holding.written_bytes + (0 if content is None else len(content))
-        ended, number = time.perf_counter(), commit.manifest.number
-        self._recorder.record(COMMIT, "make durable", held, ended)
-        self._recorder.record(COMMIT, "commit", pending.begun, ended, num_bytes=written_bytes, number=number)
-        return commit, written_bytes
+        held = self._loop.submit(self._making.hold())
+        self._pending = Pending(self.num_steps, begun, [writer], [moment], held)

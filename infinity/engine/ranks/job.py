@@ -20,6 +20,8 @@ from infinity.engine.collectives import Collectives
 from infinity.engine.gradients import GradientSink
 from infinity.engine.meeting import meet, open_another
 from infinity.engine.norms import GradientNorms, Norms
+from infinity.engine.persistence import agreement
+from infinity.engine.persistence.agreement import Ranks
 from infinity.engine.prefetch import Orders, PrefetchScheduler
 from infinity.engine.ranks.elementwise import check_elementwise
 from infinity.engine.ranks.gathers import PlannedGathers
@@ -53,11 +55,13 @@ class Job(ABC):
         config: the user's, with this rank's own directories.
         device: this rank's.
         slicing: what of the state this rank has.
+        ranks: agrees with the others on durable states.
     """
 
     config: Config
     device: torch.device
     slicing: Slicing
+    ranks: Ranks
 
     @abstractmethod
     def check_plan(self, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
@@ -131,6 +135,7 @@ class OneRank(Job):
         self.device = device
         self.config = nvme_for_rank(config, 0, 1, 0, "localhost")
         self.slicing = ALONE
+        self.ranks = agreement.OneRank()
 
     def check_plan(self, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
         """Nothing can be wrong."""
@@ -213,6 +218,10 @@ class ManyRanks(Job):
             seconds = config.ranks_timeout_seconds
             self._gathering = open_another(collectives, timeout_seconds=seconds, patience_seconds=seconds)
             self._leave.callback(self._gathering.close)
+            agreeing = open_another(collectives, timeout_seconds=seconds, patience_seconds=seconds)
+            self._leave.callback(agreeing.close)  # commits meet beside training, in an order of their own
+            path = own.nvme[0] if own.nvme else "."
+            self.ranks = agreement.RanksAgreement(agreeing, rank=rank, num_ranks=num_ranks, path=path)
             self._gathers_lane = self._open_lane(self._gathering, "infinity-gathers")
             self._reductions_lane = self._open_lane(collectives, "infinity-reductions")
         except BaseException:
