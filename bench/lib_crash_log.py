@@ -19,7 +19,7 @@ from typing import Any, Literal
 from unittest import mock
 
 from infinity.config import BackendName
-from infinity.engine import assembly
+from infinity.engine import assembly, tiers
 from infinity.io.backend import Backend, File, IOStatistics, Priority, Timing, Transfer
 from infinity.io.open import Choice, open_backend
 from infinity.store import directory, files, held, owner, striping
@@ -349,7 +349,7 @@ def recording(paths: Sequence[Path], commits: Mapping[int, Truth] | None = None)
     with contextlib.ExitStack() as stack:
         for module in (directory, files, held, owner):
             stack.enter_context(mock.patch.object(module, "os", RecordingOs(log)))
-        stack.enter_context(mock.patch.object(assembly, "NvmeTier", tier))
+        stack.enter_context(mock.patch.object(tiers, "NvmeTier", tier))
         stack.enter_context(mock.patch.object(assembly, "Commits", recording_commits))
         stack.enter_context(mock.patch.object(striping, "STRIPE_BYTES", 4096))
         yield log

@@ -16,6 +16,7 @@ from infinity.engine.persistence.common import RankState, newest_common
 from infinity.errors import DirectoryError, ManifestError, NoCommitError, RankFailedError, RanksApartError, StorageError
 from infinity.store import striping
 from infinity.store.commits import Commit
+from infinity.store.pruning import Pruning
 from infinity.store.state import open_state
 
 
@@ -260,6 +261,18 @@ async def test_whatever_fails_or_ends_there_is_one_that_all_have(tmp_path: Path,
                 assert len({tuple(each.manifest.number for each in rig.commits.all) for rig in rigs}) == 1
                 for rig in rigs:
                     rig.check_room()
+
+
+async def test_a_rank_whose_commits_were_removed_is_no_new_one(tmp_path: Path) -> None:
+    paths = paths_of(tmp_path, 2)
+    async with opened_ranks(paths, Group(2)) as rigs:
+        await made(rigs, 1)
+    with Pruning(paths[1]) as pruning:
+        pruning.remove([1])
+    with pytest.raises(DirectoryError, match=r"rank 1 .* has no commit, and rank 0 has commit 1"):
+        async with opened_ranks(paths, Group(2)):
+            raise AssertionError("it was opened")
+    assert numbers(paths) == [[1], []]
 
 
 # --- which one ranks go on from

@@ -22,7 +22,7 @@ from infinity.store import partial as partial_module
 from infinity.store import saving as saving_module
 from infinity.store.finding import list_commits, read_manifest
 from infinity.store.manifest import Manifest, StoredTensors, long_checksum
-from infinity.store.partial import PartialDirectory
+from infinity.store.partial import PartialDirectory, part_name
 from infinity.store.saving import NewCheckpoint, check_place
 from infinity.store.shard import ShardKey
 from infinity.store.stored import StoredCommit
@@ -68,7 +68,7 @@ def can_exchange(path: Path) -> bool:
             (path / name).rmdir()
 
 
-def save(path: Path, number: int) -> None:
+def save(path: Path, number: int, *, later: Path | None = None) -> None:
     """A checkpoint of one shard and some tensors, made of its number."""
     tensors = bytes([number]) * 100
     manifest = Manifest(
@@ -84,7 +84,8 @@ def save(path: Path, number: int) -> None:
     )
     shard = allocate(8192)
     shard.fill_(number)
-    with NewCheckpoint(path, 8192) as checkpoint:
+    with NewCheckpoint(path, 8192, later=later) as checkpoint:
+        assert checkpoint.path == (later or path)
         checkpoint.add(KEY, "float32", number, as_bytes(shard))
         checkpoint.complete(manifest, tensors)
 
@@ -218,6 +219,48 @@ def test_what_is_not_all_ours_stays(tmp_path: Path) -> None:
     save(tmp_path / "saved", 1)
     assert names(tmp_path) == sorted(["saved", *before])
     assert {directory: names(directory) for directory in strangers} == strangers
+
+
+@pytest.mark.parametrize("left", ["whole", "half made", "with a stranger"])
+def test_parts_of_ranks_go_with_a_dead_one_unless_they_are_not_all_ours(tmp_path: Path, left: str) -> None:
+    dead = tmp_path / f"saved.{0:016x}.partial"
+    dead.mkdir()
+    (dead / "owner.json").write_text('{"application": "infinity", "schema": 1}')
+    for rank in range(2):
+        part = tmp_path / "made" / part_name(rank, 2)
+        part.parent.mkdir(exist_ok=True)
+        save(part, rank)
+        part.rename(dead / part.name)
+    if left == "half made":
+        (dead / part_name(1, 2)).rename(dead / f"{part_name(1, 2)}.{3:016x}.partial")
+    if left == "with a stranger":
+        (dead / part_name(1, 2) / "notes.txt").write_text("mine")
+    save(tmp_path / "saved", 1)
+    assert names(tmp_path) == sorted(["made", "saved", *([dead.name] if left == "with a stranger" else [])])
+    assert left != "with a stranger" or len(names(dead)) == 3
+
+
+def test_a_checkpoint_of_ranks_is_replaced_if_it_holds_nothing_else(tmp_path: Path) -> None:
+    place = tmp_path / "saved"
+    for stranger in (None, "notes.txt"):
+        partial = PartialDirectory(place)
+        for rank in range(2):
+            save(partial.path / part_name(rank, 2), 1, later=place / part_name(rank, 2))
+        partial.put()
+        partial.close()
+        assert names(tmp_path) == ["saved"]
+        assert names(place) == ["owner.json", part_name(0, 2), part_name(1, 2)]
+        if stranger is None:
+            save(place, 1)
+            assert saved(place) == 1
+        else:
+            (place / part_name(1, 2) / stranger).write_text("mine")
+            with pytest.raises(DirectoryError, match="something else"):
+                save(place, 1)
+            (place / part_name(1, 2) / stranger).unlink()
+            (place / part_name(3, 4)).symlink_to(tmp_path)
+            with pytest.raises(DirectoryError, match="something else"):
+                save(place, 1)
 
 
 def test_directory_taken_for_a_dead_one_before_it_was_locked_is_made_again(tmp_path: Path) -> None:

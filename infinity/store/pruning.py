@@ -19,7 +19,7 @@ from infinity.errors import NoCommitError, StorageError, system_errors
 from infinity.io.holes import punch
 from infinity.store.finding import CommitFile, find_directories, list_commits, read_manifest
 from infinity.store.held import LOCK, Held, claim, remove, remove_data, sync_directory
-from infinity.store.manifest import COMMIT_NAME, DATA_NAME, Manifest, tensors_name
+from infinity.store.manifest import COMMIT_NAME, DATA_NAME, MEMBER_NAME, Manifest, tensors_name
 from infinity.store.owner import OWNER, read_owner, replace_owner
 
 Ranges = dict[str, list[tuple[int, int]]]
@@ -100,8 +100,10 @@ class Pruning:
                 sync_directory(directory)
             for file in doomed:
                 file.path.with_name(tensors_name(file.number)).unlink(missing_ok=True)
+            kept = [file for file in self.commits if file not in doomed]
+            if not kept:
+                _forget_membership(self.directories)
         pruned = Pruned([file.number for file in doomed])
-        kept = [file for file in self.commits if file not in doomed]
         unknown = [file.number for file in kept if self._manifests[file.number] is None]
         if unknown:
             pruned.notes.append(f"commit {unknown[0]} cannot be read, so no data was removed; remove it as well")
@@ -172,6 +174,16 @@ def _manifest_of(file: CommitFile) -> Manifest | None:
         return read_manifest(file)
     except StorageError:
         return None
+
+
+def _forget_membership(directories: Sequence[Path]) -> None:
+    """A rank that has no commit any more is not one that has never had any."""
+    for directory in directories:
+        marks = [each for each in directory.iterdir() if MEMBER_NAME.fullmatch(each.name)]
+        for mark in marks:
+            mark.unlink()
+        if marks:
+            sync_directory(directory)
 
 
 def _ranges(manifests: Sequence[Manifest]) -> Ranges:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -220,8 +221,8 @@ class ManyRanks(Job):
             self._leave.callback(self._gathering.close)
             agreeing = open_another(collectives, timeout_seconds=seconds, patience_seconds=seconds)
             self._leave.callback(agreeing.close)  # commits meet beside training, in an order of their own
-            path = own.nvme[0] if own.nvme else "."
-            self.ranks = agreement.RanksAgreement(agreeing, rank=rank, num_ranks=num_ranks, path=path)
+            place = own.nvme[0] if own.nvme else Path()
+            self.ranks = agreement.RanksAgreement(agreeing, rank=rank, num_ranks=num_ranks, path=place)
             self._gathers_lane = self._open_lane(self._gathering, "infinity-gathers")
             self._reductions_lane = self._open_lane(collectives, "infinity-reductions")
         except BaseException:
