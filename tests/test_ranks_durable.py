@@ -115,6 +115,10 @@ for stage, others in ((1, {}), (3, {"sub_group_bytes": "64KiB"}), (0, {}), (2, {
     engine = engine_of("nvme", stage, **durable, **others)
     same(engine, second)
     assert engine.num_steps == 5
+    step(engine, 6)
+    engine.rollback()
+    same(engine, second)
+    assert step(engine, 5) == losses[0], "what was gathered before is not used"
     engine.close()
 engine = engine_of("other", 2)
 engine.load_checkpoint(root / "saved")

@@ -397,6 +397,4 @@ class Assembly(ABC):
             fail=self._steps.fail,
             rank=self._job.ranks.rank,
         )
-        self._checkpoint_saver = CheckpointSaver(
-            loop, self._store, self._capture, rank=self._job.ranks.rank, num_ranks=self._job.ranks.num_ranks
-        )
+        self._checkpoint_saver = CheckpointSaver(loop, self._store, self._capture, self._job.ranks)

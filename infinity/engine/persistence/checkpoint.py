@@ -21,6 +21,7 @@ from safetensors.torch import save
 
 from infinity.engine.loading import ModelLoader
 from infinity.engine.optimizer import OffloadedOptimizer
+from infinity.engine.persistence.agreement import OneRank, Ranks
 from infinity.engine.persistence.capture import Capture
 from infinity.engine.persistence.documents import Reader, Writer
 from infinity.engine.persistence.stored_state import StoredState
@@ -44,18 +45,14 @@ class CheckpointSaver:
         loop: the loop thread.
         store: the shards.
         capture: takes what is beside them.
-        rank: of this process.
-        num_ranks: how many there are; each writes its own.
+        ranks: of the run, of which each writes its own; ``None``: there is one.
     """
 
-    def __init__(
-        self, loop: LoopThread, store: TieredStore, capture: Capture, *, rank: int = 0, num_ranks: int = 1
-    ) -> None:
+    def __init__(self, loop: LoopThread, store: TieredStore, capture: Capture, ranks: Ranks | None = None) -> None:
         self._loop = loop
         self._store = store
         self._capture = capture
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self._ranks = ranks or OneRank()
 
     def save(
         self, path: str | os.PathLike[str], *, step: int, state: str, number: int, later: Path | None = None
@@ -83,8 +80,8 @@ class CheckpointSaver:
         manifest = Manifest(
             state=state,
             number=number,
-            rank=self._rank,
-            world_size=self._num_ranks,
+            rank=self._ranks.rank,
+            world_size=self._ranks.num_ranks,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             files=[],
             shards=[],
