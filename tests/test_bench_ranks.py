@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,32 @@ MEASURE = """
             seconds=0.6 if rank == 0 else 100.0, repeats=2 if rank == 0 else 50, largest_bytes=30 << 20,
             on_step=steps.append,
         )
+        from pathlib import Path
+        from infinity.bench.together import measure_together
+        disks, each = measure_together(
+            ranks.collectives, [Path(os.environ["DIRECTORY"]) / "nvme"], size_bytes=40 << 20,
+            repeats=2 if rank == 0 else 50, backend="threads",
+        )
+    print(json.dumps({"disks": [disk.as_document() for disk in disks], "each": each}))
     print(json.dumps({"results": [result.as_document() for result in results], "ranks": ranks.as_document()}))
     print(json.dumps([[[run.num_bytes, run.seconds] for run in result.runs] for result in results]))
     print(json.dumps(steps))
 """
 
 
-def test_two_ranks_measure_the_same() -> None:
-    said = [output.splitlines()[-3:] for output in outputs(run_ranks(MEASURE))]
+def test_two_ranks_measure_the_same(tmp_path: Path) -> None:
+    said = [output.splitlines()[-4:] for output in outputs(run_ranks(MEASURE, DIRECTORY=str(tmp_path)))]
     assert said[0] == said[1]
-    document, runs, steps = map(json.loads, said[0])
+    together, document, runs, steps = map(json.loads, said[0])
+    assert [disk["route"] for disk in together["disks"]] == ["all nvme->host", "all host->nvme"]
+    for disk, direction in zip(together["disks"], ("read_gb_s", "write_gb_s"), strict=True):
+        assert (disk["size"], disk["repeats"]) == (64 * MIB, 2)  # two whole shards of 16 MiB each
+        assert 0 < disk["gb_s"]["min"] <= disk["gb_s"]["max"] < 1000
+        # In each run all bytes are divided by the slowest rank's time.
+        assert disk["gb_s"]["min"] <= sum(rank[direction] for rank in together["each"])
+    assert [rank["rank"] for rank in together["each"]] == [0, 1]
+    assert {tuple(rank["nvme"]) for rank in together["each"]} == {(str(tmp_path / "nvme"),)}
+    assert not list(tmp_path.iterdir())
     results = document["results"]
     assert document["ranks"]["num_ranks"] == 2
     assert document["ranks"]["transport"].startswith("gloo over TCP")

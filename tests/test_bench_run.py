@@ -364,7 +364,7 @@ def test_under_torchrun_one_rank_measures_the_tiers_and_all_the_collectives(harn
     ended = torchrun("--nvme", str(harness.directory), "--size", "4MiB", "--json", str(file))
     assert ended.returncode == 0, ended.stderr
     document = json.loads(file.read_text())
-    assert list(document["best"]) == [*ROUTES, "all-gather", "reduce-scatter"]
+    assert list(document["best"]) == [*ROUTES, "all nvme->host", "all host->nvme", "all-gather", "reduce-scatter"]
     for route in ("all-gather", "reduce-scatter"):
         assert document["best"][route]["verified"] is True
         assert "gloo" in document["best"][route]["backend"]

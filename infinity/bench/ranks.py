@@ -84,13 +84,20 @@ class Ranks:
         rank: this rank's number.
         num_ranks: how many there are; at least two.
         transport: the way between them, in words.
+        collectives: what they do together.
     """
 
     def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
         self.rank = collectives.rank
         self.num_ranks = collectives.num_ranks
         self.transport = collectives.transport
         self._collectives = collectives
+
+    @property
+    def place(self) -> tuple[int, int, int, str]:
+        """For ``nvme_for_rank``, with directories that ranks share: the benchmark makes its own in them."""
+        return self.rank, 1, self._collectives.local_rank, self._collectives.hosts[self.rank]
 
     def as_document(self) -> dict[str, Any]:
         """Who they are and how they are joined, as JSON holds it."""

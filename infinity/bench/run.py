@@ -1,7 +1,7 @@
 """One run of the benchmark: everything around the measurement.
 
 Under ``torchrun`` rank 0 does all of it, and measures its own machine's tiers while the others wait; then all ranks
-measure the collectives together, and rank 0 shows and writes the figures.
+measure their NVMe at the same time, and the collectives, and rank 0 shows and writes the figures.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -32,6 +33,7 @@ from infinity.bench.settings import BenchSettings
 from infinity.bench.sizing import plan_sizes
 from infinity.bench.table import as_table
 from infinity.bench.tiers import Tiers, open_tiers
+from infinity.bench.together import measure_together
 from infinity.bench.volumes import Volume, job_directories
 from infinity.config import Config
 from infinity.console.directories import nvme_directories
@@ -40,10 +42,14 @@ from infinity.console.interrupt import StopRequest
 from infinity.console.output import STANDARD_OUTPUT, check_output, is_plain, write_json
 from infinity.io.completion import call_in_thread
 from infinity.io.open import open_backend
+from infinity.rank_paths import nvme_for_rank
 from infinity.store.volumes import OpenBackend
 
 _RANKS_FRACTION = 0.1
 """Collectives take so much of the time budget, and come on top of it."""
+
+_RANKS_SHARE = 4
+"""Where all ranks measure together, each goes through a quarter of the data."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """What a model is computed in, by ``Config.precision``."""
@@ -92,6 +98,8 @@ def run(
     began = time.perf_counter() if began is None else began
     device = Config(device=settings.device).torch_device()
     with open_ranks(device) as ranks:
+        own = nvme_for_rank(Config(nvme=settings.nvme), *((0, 1, 0, "localhost") if ranks is None else ranks.place))
+        settings = settings.model_copy(update={"nvme": own.nvme})
         if ranks is not None and ranks.rank != 0:
             _measure_ranks(settings, ranks, stop)
             return None
@@ -103,10 +111,10 @@ def run(
             report = asyncio.run(_measure(settings, device, display, stop, open_backend, peer, began))
             if ranks is not None:
                 display.say(f"ranks: {ranks.num_ranks}: {ranks.transport}")
-                display.stage("measuring collectives")
-                collectives = _measure_ranks(settings, ranks, stop, display.step)
-                machine = {**report.machine, "ranks": ranks.as_document()}
-                report = dataclasses.replace(report, machine=machine, results=[*report.results, *collectives])
+                display.stage("measuring all ranks together")
+                results, disks = _measure_ranks(settings, ranks, stop, display.step)
+                machine = {**report.machine, "ranks": {**ranks.as_document(), "each": disks}}
+                report = dataclasses.replace(report, machine=machine, results=[*report.results, *results])
     report = dataclasses.replace(report, seconds=time.perf_counter() - began)
     report = dataclasses.replace(report, recommended=recommend(report))
     _publish(settings, console, report)
@@ -178,10 +186,20 @@ def _look_around(facts: Sequence[PathFacts]) -> tuple[int, list[str]]:
 
 def _measure_ranks(
     settings: BenchSettings, ranks: Ranks, stop: StopRequest, on_step: Callable[[str], object] = lambda step: None
-) -> list[Result]:
-    """All ranks call it, and those that have nothing else to do wait in it."""
+) -> tuple[list[Result], list[dict[str, Any]]]:
+    """All ranks call it, and those that have nothing else to do wait in it; what they do, and each one's NVMe."""
     seconds = settings.budget_seconds * _RANKS_FRACTION
-    return ranks.measure(seconds=seconds, repeats=settings.num_repeats, stop=lambda: bool(stop), on_step=on_step)
+    collectives = ranks.measure(seconds=seconds, repeats=settings.num_repeats, stop=lambda: bool(stop), on_step=on_step)
+    disks, each = measure_together(
+        ranks.collectives,
+        settings.nvme,
+        size_bytes=min(settings.size or settings.largest_auto_bytes, settings.largest_auto_bytes) // _RANKS_SHARE,
+        repeats=settings.num_repeats,
+        backend=settings.io_backend,
+        stop=lambda: bool(stop),
+        on_step=on_step,
+    )
+    return [*disks, *collectives], each
 
 
 def _publish(settings: BenchSettings, console: Console, report: Report) -> None:

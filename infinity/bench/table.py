@@ -25,6 +25,7 @@ KINDS: Mapping[str, Sequence[str]] = {
     "disk": ("nvme->host", "host->nvme", "nvme<->host", "nvme->device"),
     "device": ("host->device", "device->host", "device<->host"),
     "memory": ("memcpy", "optimizer", "checksum"),
+    "disks of all ranks": ("all nvme->host", "all host->nvme"),
     "ranks": ("all-gather", "reduce-scatter"),
 }
 """The routes whose bandwidths are worth comparing with one another."""
