@@ -120,8 +120,8 @@ def rows_of(case: Case, stage: int, answers: Sequence[Mapping[str, Any]], *, on_
             yield Row(ranks, stage, case.name, f"kept, {kind}", size, sizes.get(kind, 0))
 
 
-def count(shape: GPTShape, num_ranks: int, directory: Path, log: Path) -> list[Row]:
-    """All cases in all stages, in the same processes."""
+def count(shape: GPTShape, num_ranks: int, directory: Path, log: Path, *, on_nvme: bool = True) -> list[Row]:
+    """All cases in all stages, in the same processes; ``on_nvme``: one with less memory than state, too."""
     settings = {"shape": shape_fields(shape), "work": [1, 32], "kind": "none"}
     command = [sys.executable, str(Path(__file__).with_name("ranks_worker.py"))]
     rows: list[Row] = []
@@ -135,6 +135,8 @@ def count(shape: GPTShape, num_ranks: int, directory: Path, log: Path) -> list[R
                 request = {"num_backwards": case.num_backwards, "in_no_sync": case.in_no_sync}
                 rows += rows_of(case, stage, group.ask({"bytes": request, "config": config}), on_nvme=False)
                 show(rows)
+            if not on_nvme:
+                continue
             kept_bytes = sum(row.formula for row in rows if row.stage == stage and is_kept(row, "bf16"))
             config |= {"nvme": str(directory), "ram": int(RAM_SHARE * kept_bytes), "reduction_dtype": "same"}
             request = {"num_backwards": 1, "in_no_sync": 0}
