@@ -9,6 +9,7 @@ import pytest
 import ranks
 import sizing_table
 import torch
+from lib_work import Work
 from lib_worker import WorkerError
 from ranks import Case, Contender, Row
 
@@ -89,6 +90,6 @@ def test_who_cannot_run_is_skipped_with_the_reason(tmp_path: Path, monkeypatch: 
         raise WorkerError("worker ended\nno library")
 
     monkeypatch.setattr(ranks, "RankGroup", fail)
-    contenders = ranks.compare(_TINY, ranks.Work(1, 8), 1, None, tmp_path / "log")
+    contenders = ranks.compare(_TINY, Work(1, 8), 1, None, tmp_path / "log")
     assert [each.failure for each in contenders] == ["no library", "no library"]
     assert Contender("x", failure="why").as_dict() == {"name": "x", "skipped": "why"}

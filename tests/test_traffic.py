@@ -26,7 +26,7 @@ def plan(precision: str, **fields: object) -> Plan:
     with torch.device("meta"):
         model = GPT(GPTShape(num_layers=2, hidden_size=64, num_heads=2, seq_length=16, vocab_size=256))
     params = list(model.parameters())
-    config = Config(device="cpu", precision=precision, **fields)  # type: ignore[arg-type]
+    config = Config(device="cpu", precision=precision, **fields)
     return plan_for(model, set(params), dict.fromkeys(params, ("exp_avg", "exp_avg_sq")), config, torch.device("cpu"))
 
 
