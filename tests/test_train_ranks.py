@@ -165,6 +165,13 @@ def test_an_error_of_all_ranks_is_said_once() -> None:
     assert line.startswith(f"error: rank 0 of 2 ({socket.gethostname()}): --layers: Input should be greater")
 
 
+def test_a_flag_that_there_is_not_is_said_once() -> None:
+    (status, lines), other = ended(["--bogus"], {})
+    assert (status, other) == (2, (2, []))
+    [line] = lines
+    assert line.startswith(f"error: rank 0 of 2 ({socket.gethostname()}): No such option: --bogus")
+
+
 def test_an_error_of_one_rank_is_said_once_with_its_number(tmp_path: Path) -> None:
     missing = tmp_path / "gone"
     given = ["--device", "cpu", "--nvme", str(tmp_path), "--steps", "1"]

@@ -21,7 +21,6 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from infinity.errors import RanksError
 
-_KEY = "infinity/last_words"
 _MEETING_SECONDS = 5.0
 _ALIKE_SECONDS = 1.0
 """How long a rank waits for a lower one to say the same."""
@@ -64,7 +63,8 @@ def leave_words(error: BaseException) -> bool:
     store: Store | None = None
     with contextlib.suppress(RuntimeError, ValueError, KeyError, OSError):  # then there is nobody to tell
         store = _open_store(mine.rank)
-        store.append(_KEY, json.dumps([mine.rank, mine.follows, mine.kind]) + "\n")  # type: ignore[attr-defined]  # the stubs lack it
+        line = json.dumps([mine.rank, mine.follows, mine.kind]) + "\n"
+        store.append(_key(), line)  # type: ignore[attr-defined]  # the stubs lack it
         return _is_mine_to_say(mine, store)
     return True
 
@@ -86,8 +86,13 @@ def _is_mine_to_say(mine: Words, store: Store) -> bool:
 
 
 def _read(store: Store) -> Iterator[Words]:
-    for line in store.get(_KEY).decode().splitlines():
+    for line in store.get(_key()).decode().splitlines():
         yield Words(*json.loads(line))
+
+
+def _key() -> str:
+    """Where the words are; those of ranks that torchrun has started anew are others'."""
+    return f"infinity/last_words/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _open_store(rank: int) -> Store:
