@@ -35,7 +35,7 @@ from infinity.train.model import GPT, GPTShape
 def build() -> None:
     """Compile the operations that NVMe offload and the CPU's optimizer and collectives use."""
     get_accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator
-    for name in ("AsyncIOBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
+    for name in ("AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "ShareMemCommBuilder"):
         begun = time.perf_counter()
         builder = get_accelerator().create_op_builder(name)
         if not builder.is_compatible(verbose=True):
