@@ -20,8 +20,6 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: whoever forks has no threads
 
 import argparse
-import contextlib
-import importlib
 import json
 import random
 import re
@@ -37,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib_kill_child import SCENARIOS, Scenario, live, num_threads
+from lib_kill_child import SCENARIOS, Scenario, entries, live, summary
+from lib_forks import import_all, num_threads
 
 _LIFE_SECONDS = 120.0
 """After that a run that is not killed counts as stuck."""
@@ -64,18 +63,6 @@ class Outcome:
     kills_before_commit: int = 0
     steps_again: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-
-
-def entries(diary: Path) -> list[dict[str, Any]]:
-    """What lives have written down; half a line is none."""
-    lines = diary.read_bytes().split(b"\n") if diary.exists() else []
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
 
 
 def fork(scenario: Scenario, paths: list[Path], num_steps: int, diary: Path, *, durable: bool = True) -> int:
@@ -107,9 +94,7 @@ def warm(parent: Path | None) -> None:
             names.write_text("\n".join(sys.modules), encoding="utf-8")
             os._exit(0)
         assert ended(pid, 600.0) == 0
-        for name in names.read_text(encoding="utf-8").split("\n"):
-            with contextlib.suppress(Exception):  # made by others, not by import
-                importlib.import_module(name)
+        import_all(names.read_text(encoding="utf-8").split("\n"))
     finally:
         shutil.rmtree(root)
 
@@ -194,13 +179,13 @@ class KillLoop:
         diary = self._root / "uninterrupted.jsonl"
         code = ended(fork(self._scenario, self._directories("plain"), self._num_steps, diary, durable=False), 600.0)
         assert code == 0, f"a run without commits ended with {code}"
-        return _summary(entries(diary))
+        return summary(entries(diary))
 
     def _compare(self, found: list[dict[str, Any]]) -> None:
         for entry in found:
             if "step" in entry and entry["losses"] != self._reference[entry["step"]]:
                 self._outcome.wrong.append(f"{self._scenario}: another loss in step {entry['step']}")
-        if _summary(found) != self._reference:
+        if summary(found) != self._reference:
             self._outcome.wrong.append(f"{self._scenario}: the end is another")
         last = 0
         for index, entry in enumerate(found):
@@ -230,12 +215,6 @@ class KillLoop:
         for path in paths:
             path.mkdir(parents=True)
         return paths
-
-
-def _summary(found: list[dict[str, Any]]) -> dict[Any, Any]:
-    return {entry["step"]: entry["losses"] for entry in found if "step" in entry} | {
-        key: entry[key] for entry in found if "ended" in entry for key in ("ended", "state")
-    }
 
 
 def measure(num_kills: int, num_steps: int, parent: Path | None, *, seed: int) -> Outcome:

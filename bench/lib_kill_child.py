@@ -1,10 +1,11 @@
-"""The training run that ``kill_loop.py`` kills: what it does in one life, and what it writes down of it."""
+"""The training run that ``kill_loop.py`` and ``kill_ranks.py`` kill: what it does in a life, and writes down of it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ class Scenario:
         num_directories: NVMe paths.
         retained: how many commits are kept.
         backend: of I/O.
+        num_ranks: how many ranks train.
+        stage: as in ``Config``.
+        max_grad_norm: as in ``Config``.
+        timeout_seconds: as ``ranks_timeout_seconds`` in ``Config``.
     """
 
     precision: str
@@ -38,6 +43,10 @@ class Scenario:
     num_directories: int
     retained: int = 1
     backend: str = "threads"
+    num_ranks: int = 1
+    stage: int = 3
+    max_grad_norm: float | None = None
+    timeout_seconds: float = 60.0
 
 
 SCENARIOS = (
@@ -71,17 +80,19 @@ class Loader:
     """Batches in an order drawn anew for each epoch; knows where it is, as a stateful data loader does.
 
     Args:
+        rank: whose batches.
         num_batches: of an epoch.
     """
 
-    def __init__(self, num_batches: int = 7) -> None:
+    def __init__(self, rank: int = 0, num_batches: int = 7) -> None:
         self._num_batches = num_batches
+        self._first_seed = 1000 * (rank + 1)
         self._epoch = self._position = 0
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         while self._position < self._num_batches:
             order = torch.randperm(self._num_batches, generator=torch.Generator().manual_seed(self._epoch))
-            generator = torch.Generator().manual_seed(1000 + int(order[self._position]))
+            generator = torch.Generator().manual_seed(self._first_seed + int(order[self._position]))
             self._position += 1
             x = torch.randn(8, WIDTH, generator=generator)
             yield x, x.sum(dim=1, keepdim=True).sin()
@@ -100,11 +111,21 @@ def config_of(scenario: Scenario, paths: list[Path], *, durable: bool) -> Config
         device="cpu", hbm=64 * KIB, ram=112 * KIB, nvme=tuple(paths), nvme_weights=(1.0,) * len(paths),
         precision=scenario.precision, accumulation_steps=scenario.accumulation, retained_commits=scenario.retained,
         io_backend=scenario.backend, io_num_threads=2, durability=scenario.durability if durable else "off",
-        resume="auto" if durable else "never",
+        resume="auto" if durable else "never", stage=scenario.stage, max_grad_norm=scenario.max_grad_norm,
+        ranks_timeout_seconds=scenario.timeout_seconds,
     )  # fmt: skip
 
 
-def live(scenario: Scenario, paths: list[Path], num_steps: int, diary: Path, *, durable: bool = True) -> None:
+def live(
+    scenario: Scenario,
+    paths: list[Path],
+    num_steps: int,
+    diary: Path,
+    *,
+    durable: bool = True,
+    rank: int = 0,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> None:
     """Train until so many steps are taken, from wherever the run before was; write each loss down, and the end.
 
     Args:
@@ -113,18 +134,21 @@ def live(scenario: Scenario, paths: list[Path], num_steps: int, diary: Path, *, 
         num_steps: of the whole run.
         diary: a file to which lines are added.
         durable: whether commits are made.
+        rank: which one this is.
+        before_step: called after each step's backwards with its number.
     """
     torch.set_num_threads(1)
-    torch.manual_seed(3)
+    torch.manual_seed(3 + rank)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = initialize(model, optimizer, config_of(scenario, paths, durable=durable))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
-    loader = Loader()
+    loader = Loader(rank)
     engine.track("scheduler", scheduler)
     engine.track("loader", loader)
     with diary.open("ab", buffering=0) as file, engine:
-        _write(file, {"began": engine.num_steps})
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        _write(file, {"began": engine.num_steps, "life": life, "pid": os.getpid()})
         losses: list[float] = []
         while engine.num_steps < num_steps:
             for x, y in loader:
@@ -134,6 +158,7 @@ def live(scenario: Scenario, paths: list[Path], num_steps: int, diary: Path, *, 
                 if len(losses) == scenario.accumulation:
                     _write(file, {"step": engine.num_steps, "losses": [loss.hex() for loss in losses]})
                     losses.clear()
+                    before_step(engine.num_steps)
                     engine.step()
                     scheduler.step()
                     if engine.num_steps == num_steps:
@@ -156,6 +181,19 @@ def _write(file: Any, entry: dict[str, Any]) -> None:
     file.write(json.dumps(entry).encode() + b"\n")  # one call: a kill leaves whole lines, or half of the last one
 
 
-def num_threads() -> int:
-    """Of this process."""
-    return len(list(Path("/proc/self/task").iterdir()))
+def entries(diary: Path) -> list[dict[str, Any]]:
+    """What lives have written down; half a line is none."""
+    found = []
+    for line in diary.read_bytes().split(b"\n") if diary.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def summary(found: list[dict[str, Any]]) -> dict[Any, Any]:
+    """Losses by step, as the last life that took it saw them, and the state in the end."""
+    return {entry["step"]: entry["losses"] for entry in found if "step" in entry} | {
+        key: entry[key] for entry in found if "ended" in entry for key in ("ended", "state")
+    }
