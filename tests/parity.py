@@ -30,6 +30,7 @@ from infinity.engine import budget, saved
 from infinity.engine.budget import Plan, plan_for
 from infinity.engine.filled import filled
 from infinity.engine.shadow import probe
+from infinity.engine.slicing import ALONE, Slicing
 
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -326,18 +327,18 @@ class Parity:
         return smallest(self.make_model, self.make_optimizer, hbm=2 * hbm, ram=ram, **fields)
 
 
-def plan_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Plan:
+def plan_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, slicing: Slicing = ALONE) -> Plan:
     """The plan that the engine makes."""
     stepped = {param for group in optimizer.param_groups for param in group["params"]}
-    return plan_for(model, stepped, probe(optimizer).states, config, CPU)
+    return plan_for(model, stepped, probe(optimizer).states, config, CPU, slicing)
 
 
-def smallest(make_model: MakeModel, make_optimizer: MakeOptimizer, **fields: Any) -> Config:
+def smallest(make_model: MakeModel, make_optimizer: MakeOptimizer, slicing: Slicing = ALONE, **fields: Any) -> Config:
     """The budgets that the engine itself names when it is given none."""
     model, optimizer = build(make_model, make_optimizer)
     config = Config(**{"device": "cpu", "hbm": 1, "ram": 1, **fields})
     while True:
-        hbm, ram = plan_of(model, optimizer, config).needs(model, config, CPU)
+        hbm, ram = plan_of(model, optimizer, config, slicing).needs(model, config, CPU)
         if hbm <= config.hbm and ram <= config.ram:
             return config
         larger = {"hbm": ByteSize(max(hbm, config.hbm)), "ram": ByteSize(max(ram, config.ram))}
