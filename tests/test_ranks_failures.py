@@ -1,0 +1,61 @@
+"""Where ranks part, or one of them ends, all others end with an error that says what happened, within seconds."""
+
+from __future__ import annotations
+
+import re
+import signal
+from typing import Any
+
+import pytest
+
+from ranks_failures import BAD_STEP
+from ranks_harness import RankServer, ranks
+
+__all__ = ["ranks"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_run_different_units_are_told_which(stage: int, num_ranks: int, ranks: RankServer) -> None:
+    for told in ranks.run("ranks_failures:part_ways", num_ranks, stage=stage, where="forward"):
+        assert "all-gather of unit left" in told["error"]
+        assert f"rank {num_ranks - 1} at 'all-gather of unit right'" in told["error"]
+        assert told["seconds"] < 10
+
+
+@pytest.mark.parametrize(
+    ("stage", "where"), [(1, "backward"), (2, "backward"), (3, "backward"), (1, "state_dict"), (3, "state_dict")]
+)
+def test_ranks_that_wait_for_different_things_end_with_what_each_waits_for(
+    stage: int, where: str, ranks: RankServer
+) -> None:
+    """One waits to gather, the other for gradients or values: each waits with nobody until time is up."""
+    first, last = ranks.run("ranks_failures:part_ways", stage=stage, where=where, timeout_seconds=2.0)
+    assert "rank 0 of 2, all-gather of unit first: " in first["error"]
+    doing = "gradients of part 0" if where == "backward" else "reading first.0.weight"
+    assert f"rank 1 of 2, {doing}" in last["error"]
+    assert max(first["seconds"], last["seconds"]) < 10
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "step", "between"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_that_ends_ends_all_others(stage: int, phase: str, how: str, ranks: RankServer) -> None:
+    dead = (stage + len(phase)) % 3
+    options: dict[str, Any] = {"dead": dead, "stage": stage, "phase": phase, "how": how, "fields": {}}
+    job = ranks.start("ranks_failures:die", 3, **options)
+    ended = job.end()
+    others = [each.result for rank, each in enumerate(ended) if rank != dead]
+    assert ended[dead].code == (1 if how == "raise" else -signal.SIGKILL), job.story(ended)
+    assert how == "kill" or "of the rank that fails" in ended[dead].said
+    assert all(others), job.story(ended)
+    for told in others:
+        check_told(told, phase)
+
+
+def check_told(told: dict[str, Any], phase: str) -> None:
+    assert told["error"]
+    assert told["step"] in {BAD_STEP, BAD_STEP + 1}
+    assert told["seconds"] < 10
+    doing = {"forward": "all-gather of unit|gradients of part", "backward": "gradients of part"}
+    assert re.search(f"rank [0-2] of 3, ({doing.get(phase, 'all-gather of unit|gradients of part')})", told["error"])
