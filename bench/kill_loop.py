@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib_kill_child import SCENARIOS, Scenario, entries, live, summary
 from lib_forks import import_all, num_threads
+from lib_kill_child import SCENARIOS, Scenario, entries, live, summary
 
 _LIFE_SECONDS = 120.0
 """After that a run that is not killed counts as stuck."""

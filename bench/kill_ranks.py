@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib_kill_child import Scenario, entries, live, summary
 from lib_forks import Ranks, free_port, import_all
+from lib_kill_child import Scenario, entries, live, summary
 
 _LIFE_SECONDS = 120.0
 """After that a rank that is not killed counts as stuck."""
