@@ -31,7 +31,7 @@ from infinity.engine.persistence.together import Together
 from infinity.engine.precision import Precision, precision_of
 from infinity.engine.prefetch import BACKLOG_SHARE, Orders
 from infinity.engine.randomness import Generators
-from infinity.engine.ranks.job import join_job
+from infinity.engine.ranks.many import join_job
 from infinity.engine.recompute import Recomputation
 from infinity.engine.refusals import Refusals
 from infinity.engine.resources import Resources

@@ -67,6 +67,7 @@ class Collectives:
         num_replicas: how many times the state is there.
         local_rank: this rank's number within its host.
         device: this rank's.
+        control: the gloo group.
         backend: the data group's library.
         hosts: of each rank, the name of its machine.
         transport: the way between ranks, in words.
@@ -96,7 +97,7 @@ class Collectives:
         self.device = device
         self.backend = _backend_of(data, device)
         self._data: dist.ProcessGroup | None = data
-        self._control = control
+        self.control = control
         self._patience = patience
         self._close = close
         self.moved_bytes: Counter[str] = Counter()
@@ -266,7 +267,7 @@ class Collectives:
         mine = np.array([xxhash.xxh3_64_intdigest(what.encode()) >> 1, failure is not None], dtype=np.int64)
         with self._named(what):
             everyone = torch.empty(self.job_size * 2, dtype=torch.int64)
-            _all_gather(everyone.view(torch.uint8), torch.from_numpy(mine).view(torch.uint8), group=self._control)
+            _all_gather(everyone.view(torch.uint8), torch.from_numpy(mine).view(torch.uint8), group=self.control)
         found = everyone.view(self.job_size, 2)
         if bool((found[:, 0] == found[0, 0]).all()) and not bool(found[:, 1].any()):
             return
@@ -283,7 +284,7 @@ class Collectives:
         mask[list(present)] = 1
         everyone = torch.empty(self.job_size * count, dtype=torch.uint8)
         with self._named(phase):
-            _all_gather(everyone, mask, group=self._control)
+            _all_gather(everyone, mask, group=self.control)
         return set(everyone.view(self.job_size, count).amax(0).nonzero().flatten().tolist())
 
     def exchange(self, fact: Any, phase: str = "exchanging facts") -> list[Any]:
@@ -296,12 +297,12 @@ class Collectives:
         with self._named(phase):
             sizes = torch.empty(self.job_size, dtype=torch.int64)
             size = torch.tensor([words.numel()])
-            _all_gather(sizes.view(torch.uint8), size.view(torch.uint8), group=self._control)
+            _all_gather(sizes.view(torch.uint8), size.view(torch.uint8), group=self.control)
             longest = int(sizes.max())
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: words.numel()] = words
             everything = torch.empty(self.job_size * longest, dtype=torch.uint8)
-            _all_gather(everything, padded, group=self._control)
+            _all_gather(everything, padded, group=self.control)
         pieces = zip(everything.view(self.job_size, longest), sizes.tolist(), strict=True)
         return [json.loads(bytes(piece[:num_bytes].tolist())) for piece, num_bytes in pieces]
 
@@ -316,7 +317,7 @@ class Collectives:
             RanksError: another rank has ended or did not come in time; rank 0's says which.
         """
         with self._named(phase):
-            dist.monitored_barrier(self._control, self._patience, wait_all_ranks=True)
+            dist.monitored_barrier(self.control, self._patience, wait_all_ranks=True)
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -166,9 +166,13 @@ def open_process_group(
 
 
 def open_another(
-    collectives: Collectives, *, timeout_seconds: float = 60.0, patience_seconds: float = 3600.0
+    collectives: Collectives,
+    *,
+    timeout_seconds: float = 60.0,
+    patience_seconds: float = 3600.0,
+    everyone: bool = False,
 ) -> Collectives:
-    """Groups of their own for the same ranks, so that what they do needs no place in the order of the others' calls.
+    """Groups of their own for those who share the state, so that what they do has an order of its own.
 
     Every rank calls it at the same time.
 
@@ -176,15 +180,17 @@ def open_another(
         collectives: those that there are.
         timeout_seconds: how long ranks may be apart in a collective.
         patience_seconds: how long at a barrier, or when facts are exchanged.
+        everyone: for all ranks of the job.
 
     Raises:
         RanksError: not all came.
     """
+    like = collectives.control if everyone else collectives.group
     timeout, patience = (datetime.timedelta(seconds=seconds) for seconds in (timeout_seconds, patience_seconds))
     leave = contextlib.ExitStack()
     try:
-        data = _new_group(collectives.group, timeout, None, leave)
-        control = _new_group(collectives.group, patience, "gloo", leave)
+        data = _new_group(like, timeout, None, leave)
+        control = _new_group(like, patience, "gloo", leave)
         return Collectives(
             collectives.device,
             data,

@@ -21,7 +21,6 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,58 +29,13 @@ from infinity.engine.arrived import Arrived
 from infinity.engine.collectives import Collectives
 from infinity.engine.gradients import GradientSink
 from infinity.engine.ranks.lane import Lane
+from infinity.engine.ranks.own import OwnGradients, Reduction
 from infinity.engine.unit import GRAD_SUM, OWN_GRAD, OWN_GRAD_SUM, Part, PartGradients
 from infinity.errors import BudgetError, EngineStateError, ModelError
 from infinity.io.memory import HEAP
 from infinity.store.pool import Lease
 
 _LANE = "lane"
-
-
-@dataclass(slots=True, eq=False)
-class _Own:
-    """This rank's own gradients of a part since they were last reduced.
-
-    Attributes:
-        kind: the kind of shard: in the dtype that computes, or in that of sums.
-        arrived: for each slot that has one, the backward that brought the latest.
-        flat: the pinned shard while it is open for writing.
-        pending: slots whose gradient this backward has yet to bring.
-        exists: whether there is a shard.
-        backward: the backward that began it.
-        is_complete: whether this backward has brought all there can be.
-    """
-
-    kind: str
-    arrived: dict[int, int] = field(default_factory=dict)
-    flat: torch.Tensor | None = None
-    pending: set[int] = field(default_factory=set)
-    exists: bool = False
-    backward: int = 0
-    is_complete: bool = False
-
-    def dtype_in(self, part: Part) -> torch.dtype:
-        """What the shard is stored in."""
-        return part.compute_dtype if self.kind == OWN_GRAD else part.sum_dtype
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Reduction:
-    """A part that is being reduced.
-
-    Attributes:
-        part: the whole part.
-        own: this rank's gradients.
-        done: the slots of which any rank has a gradient, and the shard's bytes; ``None`` where there are none.
-    """
-
-    part: Part
-    own: _Own
-    done: Future[tuple[set[int], torch.Tensor | None]]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.part.num_bytes(self.own.dtype_in(self.part))
 
 
 class ReducedGradients(GradientSink):
@@ -115,9 +69,9 @@ class ReducedGradients(GradientSink):
         self._collectives = collectives
         self._widens = widens
         self._in_flight_bytes = in_flight_bytes
-        self._own: dict[int, _Own] = {}
+        self._own: dict[int, OwnGradients] = {}
         self._open_own: dict[int, Part] = {}
-        self._reductions: deque[_Reduction] = deque()
+        self._reductions: deque[Reduction] = deque()
         self._order = [part.index for part in reversed(whole) if part.stepped]
         self._completed: list[int] = []
         self._num_reduced = 0  # of this backward, along the order
@@ -262,15 +216,15 @@ class ReducedGradients(GradientSink):
 
     # Own gradients
 
-    def _new_own(self, part: Part) -> _Own:
-        return _Own(OWN_GRAD_SUM if self._sums_wider(part) else OWN_GRAD)
+    def _new_own(self, part: Part) -> OwnGradients:
+        return OwnGradients(OWN_GRAD_SUM if self._sums_wider(part) else OWN_GRAD)
 
     def _sums_wider(self, part: Part) -> bool:
         """Whether what is reduced is in the dtype of sums: decided for all parts alike, however units are divided."""
         are_several = self._own_since is not None and self._own_since != self.backwards.current
         return (self._widens or are_several) and part.sum_dtype != part.compute_dtype
 
-    def _open_whole(self, part: Part, own: _Own) -> None:
+    def _open_whole(self, part: Part, own: OwnGradients) -> None:
         self._take_in(part.num_bytes(part.sum_dtype))
         try:
             own.flat = self._pin_whole(part, own)
@@ -283,7 +237,7 @@ class ReducedGradients(GradientSink):
         come = {i for i, backward in own.arrived.items() if backward == self.backwards.current}
         own.pending = {i for i, slot in enumerate(part.slots) if slot.param.requires_grad} - come
 
-    def _pin_whole(self, part: Part, own: _Own) -> torch.Tensor:
+    def _pin_whole(self, part: Part, own: OwnGradients) -> torch.Tensor:
         if not own.exists:
             own.backward = self.backwards.current
             return self._put(part, own.kind, own.dtype_in(part))
@@ -304,7 +258,7 @@ class ReducedGradients(GradientSink):
         self._loop.run(self._delete([part.key(OWN_GRAD)]))
         return wide
 
-    def _close_whole(self, part: Part, own: _Own) -> None:
+    def _close_whole(self, part: Part, own: OwnGradients) -> None:
         own.flat = None
         own.pending = set()
         del self._open_own[part.index]
@@ -334,10 +288,10 @@ class ReducedGradients(GradientSink):
             functools.partial(self._run, part, own, ready, widens=self._sums_wider(part)),
             ready=ready,
         )
-        self._reductions.append(_Reduction(part, own, done))
+        self._reductions.append(Reduction(part, own, done))
 
     def _run(
-        self, part: Part, own: _Own, ready: Future[Lease] | None, *, widens: bool
+        self, part: Part, own: OwnGradients, ready: Future[Lease] | None, *, widens: bool
     ) -> tuple[set[int], torch.Tensor | None]:
         """On the lane."""
         phase = f"gradients of part {part.position} of unit {part.unit}"
@@ -358,7 +312,7 @@ class ReducedGradients(GradientSink):
             return present, flat
         return present, flat.view(self._collectives.num_ranks, -1)[self._collectives.rank]
 
-    def _make(self, part: Part, own: _Own, narrow: torch.Tensor | None, kind: str) -> torch.Tensor:
+    def _make(self, part: Part, own: OwnGradients, narrow: torch.Tensor | None, kind: str) -> torch.Tensor:
         """Memory for a part of which this rank has no gradients, or has them in a narrower dtype than others."""
         before, own.kind = own.kind, kind
         dtype = own.dtype_in(part)
