@@ -72,6 +72,11 @@ def _cases() -> list[Row]:
 CASES = _cases()
 
 
+def hybrid_cases() -> list[Row]:
+    """Cases of the table on 4 ranks, of which two share the state."""
+    return [{**row, "sharing": "2"} for row in CASES if row["ranks"] == "4"]
+
+
 def full_cross() -> Iterator[Row]:
     """Every row that may be."""
     for values in itertools.product(*AXES.values()):
@@ -82,7 +87,7 @@ def full_cross() -> Iterator[Row]:
 
 def reference_of(row: Row) -> tuple[str, ...]:
     """Cases with the same have the same numbers."""
-    return tuple(row[axis] for axis in _REFERENCE)
+    return tuple(row[axis] for axis in _REFERENCE) + ((row["sharing"],) if "sharing" in row else ())
 
 
 class Lone(Block):
@@ -171,6 +176,7 @@ def config_of(row: Row, index: int, nvme: Path) -> Config:
         "max_grad_norm": MAX_GRAD_NORM if row["clipping"] == "max_grad_norm" else None,
         "overlap": row["schedule"] != "at-step",
         "nvme": nvme,
+        "shard_ranks": int(row["sharing"]) if "sharing" in row else None,
         "sub_group_bytes": 1 if row["budgets"] == "half" else None,
     }
     if row["schedule"] == "under-backward":
@@ -181,7 +187,7 @@ def config_of(row: Row, index: int, nvme: Path) -> Config:
     def model() -> nn.Module:
         return make(index, row["optimizer"])[0]
 
-    slicing = Slicing(0, int(row["ranks"]), int(row["stage"]))
+    slicing = Slicing(0, int(row.get("sharing", row["ranks"])), int(row["stage"]))
     config = smallest(model, OPTIMIZERS[row["optimizer"]], slicing, **fields)
     if row["budgets"] == "smallest":
         return config
@@ -213,6 +219,10 @@ def anchor(rank: Rank, *, backwards: str) -> dict[str, bool]:
 def compare(rank: Rank, *, rows: list[Row]) -> dict[str, Any]:
     """A job: train as each row says, and compare with what plain PyTorch computes on the same ranks.
 
+    Args:
+        rank: this one.
+        rows: of the table; with ``sharing``, so many ranks share the state, and others have copies.
+
     Returns:
         ``clip_ulps``: of all references.
     """
@@ -236,7 +246,8 @@ def _expected(rank: Rank, row: Row, clip_ulps: list[int]) -> Outcome:
     bound = MAX_GRAD_NORM if row["clipping"] == "max_grad_norm" else None
     model, optimizer = make(rank.index, row["optimizer"])
     before = model.always.lone.detach().clone()  # type: ignore[union-attr,operator]
-    plain = DataParallel(model, optimizer, row["precision"], bound)
+    num_sharing = int(row["sharing"]) if "sharing" in row else None
+    plain = DataParallel(model, optimizer, row["precision"], bound, num_sharing=num_sharing)
     expected = plain.outcome(train(rank, plain, row["backwards"]))
     clip_ulps += plain.clip_ulps
     assert all(bool(value.isfinite().all()) for value in expected.weights.values())

@@ -25,16 +25,27 @@ from torch.nn.parallel import DistributedDataParallel
 from parity import Outcome, Plain
 
 
-def mean_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
-    """The mean of all ranks' gradients, of its dtype: each times ``1 / num_ranks``, summed in the order of ranks."""
+def mean_over_ranks(gradient: torch.Tensor, num_sharing: int) -> torch.Tensor:
+    """The mean of all ranks' gradients, of its dtype: each times ``1 / num_ranks``, summed in the order of ranks.
+
+    Args:
+        gradient: this rank's.
+        num_sharing: so many ranks are summed first, and then these sums.
+    """
     num_ranks = dist.get_world_size()
     mine = gradient * (1 / num_ranks)
     theirs = [torch.empty_like(mine) for _ in range(num_ranks)]
     dist.all_gather(theirs, mine)
-    total = theirs[0].float()
-    for each in theirs[1:]:
-        total += each
-    return total.to(gradient.dtype)
+    sums = [_sum(theirs[start : start + num_sharing]) for start in range(0, num_ranks, num_sharing)]
+    return _sum(sums)
+
+
+def _sum(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """In their order, in fp32, rounded once."""
+    total = gradients[0].float()
+    for each in gradients[1:]:
+        total = total + each
+    return total.to(gradients[0].dtype)
 
 
 def exact_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -56,6 +67,7 @@ class DataParallel(Plain):
         optimizer: of the model's parameters.
         precision: as in ``Config``: ``"fp32"`` or ``"bf16"``.
         max_grad_norm: as in ``Config``.
+        num_sharing: how many ranks share the state where others have copies, as ``Config.shard_ranks``.
         has_own_order: sum as ``DistributedDataParallel`` does by itself, in fp32.
 
     Attributes:
@@ -69,6 +81,7 @@ class DataParallel(Plain):
         precision: str,
         max_grad_norm: float | None = None,
         *,
+        num_sharing: int | None = None,
         has_own_order: bool = False,
     ) -> None:
         with torch.no_grad():
@@ -77,6 +90,7 @@ class DataParallel(Plain):
         super().__init__(model, optimizer, precision, max_grad_norm=max_grad_norm)
         self.module = model
         self.clip_ulps: list[int] = []
+        self._num_sharing = num_sharing or dist.get_world_size()
         self._is_syncing = True
         self._num_local = 0
         self._own: dict[nn.Parameter, torch.Tensor] = {}
@@ -84,7 +98,7 @@ class DataParallel(Plain):
         if precision == "fp32":
             self.model = DistributedDataParallel(model, find_unused_parameters=True)
             if not has_own_order:
-                self.model.register_comm_hook(None, _hook)
+                self.model.register_comm_hook(self._num_sharing, _hook)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -119,7 +133,7 @@ class DataParallel(Plain):
         for param, num_present in zip(trained, present.tolist(), strict=True):
             if num_present:
                 mine = self._own.get(param, torch.zeros_like(param)).to(dtype)
-                self._add({param: mean_over_ranks(mine.contiguous())})
+                self._add({param: mean_over_ranks(mine.contiguous(), self._num_sharing)})
         self._own.clear()
         self._num_local = 0
 
@@ -152,9 +166,9 @@ class DataParallel(Plain):
             self.model = wrapped
 
 
-def _hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _hook(num_sharing: int, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(mean_over_ranks(bucket.buffer()))
+    done.set_result(mean_over_ranks(bucket.buffer(), num_sharing))
     return done
 
 

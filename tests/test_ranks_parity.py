@@ -9,7 +9,7 @@ import pytest
 from covering import Row, pairs_of
 from parity_table import name_of
 from ranks_harness import RankServer, ranks
-from ranks_parity import AXES, CASES, NEVER, allows_layout
+from ranks_parity import AXES, CASES, NEVER, allows_layout, hybrid_cases
 
 __all__ = ["ranks"]
 
@@ -18,6 +18,11 @@ __all__ = ["ranks"]
 def test_a_case_of_the_table(row: Row, ranks: RankServer) -> None:
     for told in ranks.run("ranks_parity:compare", int(row["ranks"]), rows=[row]):
         assert max(told["clip_ulps"], default=0) <= 2, "the exact norm is not near that of torch.nn.utils"
+
+
+@pytest.mark.parametrize("row", hybrid_cases(), ids=name_of)
+def test_copies_of_the_state_stay_the_same(row: Row, ranks: RankServer) -> None:
+    ranks.run("ranks_parity:compare", 4, rows=[row])
 
 
 def test_the_table_covers_every_pair_that_may_meet_on_every_number_of_ranks_in_every_stage() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from infinity.io.paths import user_path
 from infinity.store.commits import Commit
 
 T = TypeVar("T")
+_END = object()
 
 
 class Checkpoints(Assembly):
@@ -58,17 +59,22 @@ class Checkpoints(Assembly):
         A commit that is due is taken when the loop asks for the next batch: all that follows a step is over then
         (schedulers, evaluation, averages), and nothing of the next has begun. So a resumed run draws the same random
         numbers, whoever draws them. The loader is not tracked by this: ``track`` what has a position.
+
+        On several ranks it ends on all of them when the loader of one has ended: the others' last batch is left out, so
+        that all take the same number of steps.
+
+        Raises:
+            RanksError: another rank has ended, or is about to do something else.
         """
         self._check_open()
         batches = iter(loader)
         try:
             while True:
                 self._durability.at_boundary()
-                try:
-                    batch = next(batches)
-                except StopIteration:
+                batch = next(batches, _END)
+                if not self._resources.loop.wait(self._job.all_have(batch is not _END)):
                     return
-                yield batch
+                yield cast("T", batch)
         finally:
             self._durability.at_boundary()  # the loop is left
 

@@ -46,6 +46,7 @@ class ReducedGradients(GradientSink):
         stored: all parts as this rank steps them.
         lane: runs the collectives, and no others but in the order of the program.
         collectives: the lane's.
+        names: of the units.
         widens: whether gradients are moved between ranks in the dtype of sums.
         in_flight_bytes: what may be pinned for reductions.
         arguments: as for ``GradientSink``.
@@ -58,6 +59,7 @@ class ReducedGradients(GradientSink):
         stored: Sequence[Part],
         lane: Lane,
         collectives: Collectives,
+        names: Sequence[str],
         widens: bool,
         in_flight_bytes: int,
         **others: Any,
@@ -67,6 +69,7 @@ class ReducedGradients(GradientSink):
         self._stored = stored
         self._lane = lane
         self._collectives = collectives
+        self._names = names
         self._widens = widens
         self._in_flight_bytes = in_flight_bytes
         self._own: dict[int, OwnGradients] = {}
@@ -277,6 +280,9 @@ class ReducedGradients(GradientSink):
             self._reduce(self._whole[index])
             self._num_reduced += 1
 
+    def _name(self, part: Part) -> str:
+        return f"gradients of unit {self._names[part.unit]}, part {part.position}"
+
     def _reduce(self, part: Part) -> None:
         own = self._own.pop(part.index, None) or self._new_own(part)
         ready: Future[Lease] | None = None
@@ -284,7 +290,7 @@ class ReducedGradients(GradientSink):
             self._take_in(part.num_bytes(own.dtype_in(part)))
             ready = self._loop.submit(self._store.fetch(part.key(own.kind), owner=_LANE, update=True))
         done = self._lane.submit(
-            f"gradients of part {part.position} of unit {part.unit}",
+            self._name(part),
             functools.partial(self._run, part, own, ready, widens=self._sums_wider(part)),
             ready=ready,
         )
@@ -294,7 +300,7 @@ class ReducedGradients(GradientSink):
         self, part: Part, own: OwnGradients, ready: Future[Lease] | None, *, widens: bool
     ) -> tuple[set[int], torch.Tensor | None]:
         """On the lane."""
-        phase = f"gradients of part {part.position} of unit {part.unit}"
+        phase = self._name(part)
         wide = len(part.slots)
         is_wide = widens or own.kind == OWN_GRAD_SUM
         facts = self._collectives.unite([*own.arrived, *([wide] if is_wide else [])], wide + 1, phase=phase)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -96,6 +97,10 @@ class Job(ABC):
     def build_reader(self, loop: LoopThread, store: TieredStore, *, plan: Plan, **others: Any) -> WeightReader:
         """As ``WeightReader``."""
 
+    @abstractmethod
+    def all_have(self, has: bool) -> Future[bool]:
+        """Whether all ranks have something, given whether this one has; called at the same point on all."""
+
     @property
     @abstractmethod
     def collective_bytes(self) -> dict[str, int]:
@@ -154,6 +159,12 @@ class OneRank(Job):
     def build_reader(self, loop: LoopThread, store: TieredStore, *, plan: Plan, **others: Any) -> WeightReader:
         """The plain one."""
         return WeightReader(loop, store, plan.parts, **others)
+
+    def all_have(self, has: bool) -> Future[bool]:
+        """Its own answer."""
+        answer: Future[bool] = Future()
+        answer.set_result(has)
+        return answer
 
     @property
     def collective_bytes(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,7 @@ class ManyRanks(Job):
             lane=self._reductions_lane,
             collectives=self._reductions,
             widens=self.config.reduction_dtype == "fp32",
+            names=[unit.name for unit in plan.units],
             in_flight_bytes=min(spare, self.config.ram // _IN_FLIGHT_SHARE),
             **others,
         )
@@ -202,6 +204,11 @@ class ManyRanks(Job):
             collectives=self._reductions,
             **others,
         )
+
+    def all_have(self, has: bool) -> Future[bool]:
+        """See ``Job``."""
+        phase = "taking the next batch"
+        return self._reductions_lane.submit(phase, lambda: all(self._reductions.exchange(has, phase)))
 
     @property
     def collective_bytes(self) -> dict[str, int]:
