@@ -183,7 +183,7 @@ def assert_same(engine: infinity.Engine, expected: dict[str, torch.Tensor]) -> N
 def test_ranks_go_on_bit_for_bit_and_any_number_goes_on_from_any(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     (tmp_path / "other").mkdir()
-    assert outputs(run_ranks(COMMON + TWO, 2, ROOT=str(tmp_path))) == ["fine\n"] * 2
+    assert outputs(run_ranks(COMMON + TWO, 2, seconds=300, ROOT=str(tmp_path))) == ["fine\n"] * 2
     second, third, _ = torch.load(tmp_path / "expected.pt")
 
     with engine_alone(tmp_path / "other") as engine:
@@ -202,7 +202,7 @@ def test_ranks_go_on_bit_for_bit_and_any_number_goes_on_from_any(tmp_path: Path)
     with pytest.raises(DirectoryError, match="of several ranks"):
         engine_alone(tmp_path / "nvme", durability="checkpoint", resume="auto")
 
-    assert outputs(run_ranks(COMMON + THREE, 3, ROOT=str(tmp_path))) == ["fine\n"] * 3
+    assert outputs(run_ranks(COMMON + THREE, 3, seconds=300, ROOT=str(tmp_path))) == ["fine\n"] * 3
     with engine_alone(tmp_path / "other") as engine:
         for path in ("of_three3", "of_three0"):
             engine.load_checkpoint(tmp_path / path)
