@@ -124,13 +124,15 @@ def model_of(seed: int, states: StatesAs | None = None) -> Model:
     return model
 
 
-def write_ranks(root: Path, model: Model, num_ranks: int, stage: Stage, *, number: int = 3) -> list[Path]:
-    """Write what ``save_checkpoint`` writes; returns the directories of the ranks."""
+def write_ranks(
+    root: Path, model: Model, num_ranks: int, stage: Stage, *, number: int = 3, num_slices: int | None = None
+) -> list[Path]:
+    """Write what ``save_checkpoint`` writes; returns the directories of the ranks, which repeat so many slices."""
     directories = [root] if num_ranks == 1 else [root / part_name(rank, num_ranks) for rank in range(num_ranks)]
     for rank, directory in enumerate(directories):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / OWNER).touch()
-        _write(directory, model, rank, num_ranks, stage, number)
+        _write(directory, model, rank, num_ranks, stage, number, num_slices or num_ranks)
     return directories
 
 
@@ -149,8 +151,10 @@ def stored_parts(model: Model, rank: int, num_ranks: int, stage: int) -> list[Pa
     return parts
 
 
-def _write(directory: Path, model: Model, rank: int, num_ranks: int, stage: Stage, number: int) -> None:
-    parts, writer = stored_parts(model, rank, num_ranks, stage), Writer()
+def _write(
+    directory: Path, model: Model, rank: int, num_ranks: int, stage: Stage, number: int, num_slices: int
+) -> None:
+    parts, writer = stored_parts(model, rank % num_slices, num_slices, stage), Writer()
     layouts: list[PartLayout] = []
     shards: dict[Any, tuple[str, torch.Tensor]] = {}
     small: dict[str, Any] = {}

@@ -162,6 +162,16 @@ def test_directories_may_be_given_one_by_one_and_in_any_order(tmp_path: Path) ->
         assert_holds(state, model, 3, 3)
 
 
+def test_slices_that_several_ranks_have_are_read_once(tmp_path: Path) -> None:
+    """As where ranks share the state only with those of their group; then one group's directories will do."""
+    model = model_of(8)
+    directories = write_ranks(tmp_path / "saved", model, 4, 3, num_slices=2)
+    for given in (tmp_path / "saved", directories[:2], directories[2:]):
+        with infinity.open_checkpoint(given) as state:
+            assert_holds(state, model, 2, 3)
+            assert all(len(state.sources(part)) <= 2 for part in state.parts)
+
+
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
     model = model_of(4)
     directories = write_ranks(tmp_path / "saved", model, 3, 3)
