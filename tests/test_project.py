@@ -135,7 +135,15 @@ def test_readme_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/deviations.md", "docs/parity.md"]
+    "document",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/architecture.md",
+        "docs/deviations.md",
+        "docs/distributed.md",
+        "docs/parity.md",
+    ],
 )
 def test_what_documents_refer_to_exists(document: str) -> None:
     text = _read(document)
