@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import socket
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+from rich.console import Console
 
+from infinity.config import Config
+from infinity.console.interrupt import StopRequest
 from infinity.train.data import held_out_batches, training_batches
 from infinity.train.ranks import ALONE, Ranks
+from infinity.train.run import run
+from infinity.train.settings import TrainSettings
 from launch import outputs, run_ranks
 
 TEXT = torch.arange(10_000).remainder(251).to(torch.uint8)
@@ -196,3 +203,30 @@ def test_a_rank_that_says_nothing_is_missed_by_one_of_the_others(tmp_path: Path)
     [line] = lines
     assert line.startswith("error: rank 0 of 2, ")
     assert "another rank has ended; see what it said" in line
+
+
+def test_the_command_trains_as_plain_pytorch_with_all_batches(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("".join(f"{number} is {number * number % 97}. " for number in range(400)))
+    flags = {**FLAGS, "batch": 2, "data": tmp_path / "text", "eval_every": 2}
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    given += ["--device=cpu", "--hbm=1MiB", "--ram=1MiB", f"--nvme={tmp_path / 'nvme'}", "--max-grad-norm=1"]
+    given += [f"--{name}={tmp_path / name}.json" for name in ("json", "trace")] + [f"--save={tmp_path / 'weights'}"]
+    ranks = run_ranks(COMMAND, GIVEN=json.dumps(given), OWN="{}")
+    first, other = outputs(ranks)
+    assert other == ""
+    assert "state on each of 2 ranks" in first
+    document = json.loads((tmp_path / "json.json").read_text())
+
+    with StopRequest() as stop:
+        settings = TrainSettings(**{**flags, "batch": 4, "plain": True, "save": tmp_path / "plain"})
+        plain = run(settings, Config(device="cpu", max_grad_norm=1.0), Console(file=io.StringIO()), stop).as_document()
+    for name in ("losses", "eval_losses", "grad_norms"):
+        assert document[name] == pytest.approx(plain[name], rel=1e-4)
+    weights, expected = (safetensors.torch.load_file(tmp_path / name) for name in ("weights", "plain"))
+    assert all(torch.allclose(weights[name], value, atol=1e-4) for name, value in expected.items())
+    assert weights.keys() == expected.keys()
+
+    assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
+    assert document["ranks"][0]["collective_bytes"] == document["ranks"][1]["collective_bytes"] != {}
+    names = {"json.json", "plain", "text", "trace.rank0.json", "trace.rank1.json", "weights"}
+    assert {path.name for path in tmp_path.iterdir()} == names
