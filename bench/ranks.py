@@ -3,7 +3,8 @@
 Bytes: for each stage and some ways to accumulate, each rank counts what it gives to collectives, keeps of the state,
 and moves to and from NVMe in a step. Collectives and what is kept must be what ``infinity/engine/traffic.py`` says, to
 the byte; NVMe at most that, since what stays in host memory is not moved. ``hbm`` holds all units, so that each is
-gathered once per step.
+gathered once per step. With models so small that half of their state hardly holds a few sub-groups, more is moved than
+that: what was read ahead has to leave again.
 
 Times: the same model, weights and data in fp32 on two ranks, all state in memory: infinity's stage 3, FSDP2
 (``fully_shard`` of each block), DeepSpeed's ZeRO-3 where its environment can be made. They take turns, so that a drift

@@ -2,7 +2,9 @@
 
 Everything is in bytes, of one rank, and each is a multiple of what the whole model has (``State``). They are exact for
 what collectives send. For NVMe they say what moves where nothing of the state stays in host memory from one use to the
-next: what stays there is not moved, so a step moves at most that.
+next: what stays there is not moved, so a step moves at most that. Two things are not in it, which little memory may
+cause: what was read ahead and had to leave again, and a rank's own gradients of whole parts that leave before they are
+reduced (all of them may, inside ``no_sync``).
 
 Sent: of a tensor of B bytes each of N ranks has, or gets, a slice of B / N; in an all-gather it sends its slice to each
 of the others, in a reduce-scatter it sends each of the others theirs. Both are B * (N - 1) / N, also where a library
