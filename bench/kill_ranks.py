@@ -1,9 +1,9 @@
 """``kill -9`` of any rank at any moment: all ranks go on from one commit, bit for bit as if never interrupted.
 
 What ``torchrun --max-restarts`` does, without importing torch each time: a process that has no threads forks all ranks
-of a job, kills one at a moment drawn from a seed, and, when the others have ended too, forks them all again. In every
-other life they must end by themselves, which they must within seconds; otherwise they are killed soon after, in the
-middle of whatever the death of the first has begun. In the end each loss that any life of a rank wrote down must be
+of a job, kills one at a moment drawn from a seed, and, when the others have ended too, forks them all again. In
+half of the lives they must end by themselves, within seconds; in the others they are killed soon after, in the middle
+of whatever the death of the first has begun. In the end each loss that any life of a rank wrote down must be
 that of ranks which were not interrupted, and so must be all weights, buffers and optimizer states; and the ranks of
 each life must have gone on from one step.
 
@@ -111,9 +111,10 @@ class KillRanks:
                 break
             if self._wait(ranks, num_lines):
                 break
-            self._kill_one(ranks)
+            has_begun = self._num_lines() > num_lines
+            self._kill_one(ranks, has_begun=has_begun)
             outcome.num_kills += 1
-            outcome.kills_before_engine += self._num_lines() == num_lines
+            outcome.kills_before_engine += not has_begun
         if not outcome.wrong and any(ranks.codes):
             self._complain(f"a life ended with {ranks.codes}", ranks)
         self._judge()
@@ -124,10 +125,11 @@ class KillRanks:
             self._compare(rank)
         self._compare_lives()
 
-    def _kill_one(self, ranks: Ranks) -> None:
+    def _kill_one(self, ranks: Ranks, *, has_begun: bool) -> None:
+        """Kill one, and in the end all; ranks that have not met yet wait for each other until time is up."""
         ranks.signal(signal.SIGKILL, self._draw.randrange(self._scenario.num_ranks))
         killed = time.monotonic()
-        if self._draw.random() < 0.5:
+        if has_begun and self._draw.random() < 0.5:
             if not ranks.wait(_ENDING_SECONDS):
                 self._complain(f"ranks go on {_ENDING_SECONDS:g} s after one was killed", ranks)
             self._outcome.ending_seconds.append(time.monotonic() - killed)

@@ -106,9 +106,10 @@ class Loader:
 
 
 def config_of(scenario: Scenario, paths: list[Path], *, durable: bool) -> Config:
-    """The engine's configuration."""
+    """The engine's configuration; parts that can be cut into slices for several ranks are larger."""
+    hbm, ram = 64 * KIB * scenario.num_ranks, (48 + 64 * scenario.num_ranks) * KIB
     return Config(
-        device="cpu", hbm=64 * KIB, ram=112 * KIB, nvme=tuple(paths), nvme_weights=(1.0,) * len(paths),
+        device="cpu", hbm=hbm, ram=ram, nvme=tuple(paths), nvme_weights=(1.0,) * len(paths),
         precision=scenario.precision, accumulation_steps=scenario.accumulation, retained_commits=scenario.retained,
         io_backend=scenario.backend, io_num_threads=2, durability=scenario.durability if durable else "off",
         resume="auto" if durable else "never", stage=scenario.stage, max_grad_norm=scenario.max_grad_norm,
