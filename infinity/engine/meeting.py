@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -63,8 +64,7 @@ def meet(
         return None
     if num_sharing is None:
         return open_process_group(device, timeout_seconds=seconds, patience_seconds=seconds, group=group)
-    owned = not dist.is_initialized()
-    if owned:
+    if not dist.is_initialized():
         _join(device, datetime.timedelta(seconds=seconds))
     ranks = dist.get_process_group_ranks(group or _world())
     if len(ranks) % num_sharing:
@@ -72,12 +72,10 @@ def meet(
             f"shard_ranks={num_sharing}: {len(ranks)} ranks do not divide into groups of so many; give a divisor"
         )
     rows = [ranks[start : start + num_sharing] for start in range(0, len(ranks), num_sharing)]
-    return _open_mesh(device, seconds, rows, owned=owned)
+    return _open_mesh(device, seconds, rows)
 
 
-def _open_mesh(
-    device: torch.device, seconds: float, rows: Sequence[Sequence[int]], *, owned: bool = False
-) -> Collectives:
+def _open_mesh(device: torch.device, seconds: float, rows: Sequence[Sequence[int]]) -> Collectives:
     """Ranks in a mesh: those of a row share the state, those of a column have the same of it."""
     if len(rows[0]) == 1:
         raise ConfigError(
@@ -88,8 +86,6 @@ def _open_mesh(
     row = next(row for row in rows if rank in row)
     column = [each[row.index(rank)] for each in rows]
     leave = contextlib.ExitStack()
-    if owned:
-        leave.callback(dist.destroy_process_group)
     try:
         device = _place(device)
         everyone = [each for row in rows for each in row]
@@ -130,7 +126,9 @@ def open_process_group(
     patience_seconds: float = 3600.0,
     group: dist.ProcessGroup | None = None,
 ) -> Collectives:
-    """Meet the other ranks: in the group given, or the default one (``close`` leaves both alone), else in our own.
+    """Meet the other ranks: in the group given, or the default one, which is made if there is none.
+
+    ``close`` leaves both alone: a default group cannot be made twice in a process, and another engine may come.
 
     Args:
         device: its type; on accelerators the one with torchrun's LOCAL_RANK is taken and made current.
@@ -143,20 +141,19 @@ def open_process_group(
             library for the device.
         RanksError: not all came.
     """
-    device = _place(device)
+    device, local_rank = _place(device), _number("LOCAL_RANK", "0")
     patience = datetime.timedelta(seconds=patience_seconds)
     leave = contextlib.ExitStack()
     try:
         if not dist.is_initialized():
             _join(device, datetime.timedelta(seconds=timeout_seconds))
-            leave.callback(dist.destroy_process_group)
         data = group or _world()
         control = _new_group(data, patience, "gloo", leave)
         return Collectives(
             device,
             data,
             control,
-            local_rank=_number("LOCAL_RANK", "0"),
+            local_rank=local_rank,
             patience=patience,
             close=leave.close,
         )
@@ -221,6 +218,11 @@ def _group_of(
     return group
 
 
+def _leave_all() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _leave(group: dist.ProcessGroup) -> None:
     if dist.is_initialized():  # with the default group all others are gone
         dist.destroy_process_group(group)
@@ -249,3 +251,4 @@ def _join(device: torch.device, timeout: datetime.timedelta) -> None:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     with named_errors(rank, num_ranks, f"meeting at {address}", timeout.total_seconds()):
         dist.init_process_group(backend, timeout=timeout)
+    atexit.register(_leave_all)
