@@ -208,6 +208,30 @@ async def test_ranks_that_come_to_different_points_all_say_so(tmp_path: Path) ->
         await made(rigs, 6)
 
 
+@pytest.mark.parametrize("goes_first", ["mark", "record"])
+async def test_a_first_commit_of_one_rank_alone_is_forgotten_in_all_of_its_directories(
+    tmp_path: Path, goes_first: str
+) -> None:
+    """Also when a crash came while it was: with two directories, one has the record and one a mark."""
+    paths, group = paths_of(tmp_path, 2, 2), Group(2)
+    async with opened_ranks(paths, group) as rigs:
+        await train(rigs, 1)
+        alone = asyncio.ensure_future(rigs[0].commit(1))
+        await until(lambda: len(group.log[0]) == 1)  # its record, and the mark of its other directory, are durable
+        group.end(1)
+        with pytest.raises(RanksApartError):
+            await alone
+    assert numbers(paths)[0] == [1]
+    [record] = paths[0][0].glob("infinity-state-rank0/commit-*.json")
+    [mark] = paths[0][1].glob("infinity-state-rank0/state-*.json")
+    (mark if goes_first == "mark" else record).unlink()  # as far as the one before this was able to forget
+    for _ in range(2):
+        async with opened_ranks(paths, Group(2)) as rigs:
+            assert all(rig.commits.last is None for rig in rigs)
+    async with opened_ranks(paths, Group(2)) as rigs:
+        await made(rigs, 2)
+
+
 def failing_at(expected: str) -> Faults:
     def faults(operation: str, name: str) -> BaseException | None:
         return failing() if operation == expected else None
@@ -220,7 +244,7 @@ async def test_whatever_fails_or_ends_there_is_one_that_all_have(tmp_path: Path,
     """Runs one after the other on the same directories: what all have is never older than what any has been told of."""
     draw = random.Random(seed)
     num_ranks, num_retained = draw.choice([2, 3]), draw.choice([1, 2, 3])
-    paths, step, known = paths_of(tmp_path, num_ranks), 0, 0
+    paths, step, known = paths_of(tmp_path, num_ranks, draw.choice([1, 2])), 0, 0
     for _ in range(4):
         group = Group(num_ranks)
         async with opened_ranks(paths, group, num_retained=num_retained) as rigs:

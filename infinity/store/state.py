@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,20 +84,22 @@ class OpenState:
             self.mark()  # as the run before was about to
         _remove_orphans(self.every, self.files, self.manifests, self.places)
 
-    def drop_after(self, number: int) -> None:
-        """Remove the commits after one, which other ranks do not have; before anybody uses any. Synchronous.
+    def keep_only(self, numbers: Set[int]) -> None:
+        """Remove all commits but some, which other ranks have too; before anybody uses any. Synchronous.
 
         Raises:
             StorageError: the system reported an error.
         """
-        doomed = [each for each in self.manifests if each.number > number]
+        doomed = [each for each in self.manifests if each.number not in numbers]
+        if len(doomed) == len(self.manifests):
+            self._unmark()  # first: without a record they would be of a run whose commits are elsewhere
         for manifest in doomed:
             self.files.unlink(manifest_name(manifest.number))
         if doomed:
             self.files.sync()
         for manifest in doomed:
             self.files.unlink(tensors_name(manifest.number))
-        self.manifests = [each for each in self.manifests if each.number <= number]
+        self.manifests = [each for each in self.manifests if each.number in numbers]
         named = {file.name for manifest in self.manifests for file in manifest.files}
         self.places = {name: place for name, place in self.places.items() if name in named}
 
@@ -154,6 +156,14 @@ class OpenState:
         for files in self.every:
             if files is not self.files and name not in files.names():
                 files.write(name, b"{}\n")
+                files.sync()
+
+    def _unmark(self) -> None:
+        for files in self.every:
+            marks = [name for name in files.names() if MARK_NAME.fullmatch(name)]
+            for name in marks:
+                files.unlink(name)
+            if marks:
                 files.sync()
 
     def read_tensors(self, manifest: Manifest) -> bytes | None:
@@ -228,7 +238,9 @@ def _mark_name(state: str) -> str:
 
 def _check_marks(every: Sequence[DirectoryFiles], manifests: Sequence[Manifest]) -> None:
     """Refuse directories that have data of other states than the commits are of."""
+    members = (MEMBER_NAME.fullmatch(name) for files in every for name in files.names())
     expected = {_mark_name(manifest.state) for manifest in manifests}
+    expected |= {_mark_name(match[1]) for match in members if match}  # its first commit has been undone
     for files in every:
         foreign = [name for name in files.names() if MARK_NAME.fullmatch(name) and name not in expected]
         if foreign:

@@ -94,18 +94,24 @@ def newest_common(ranks: Sequence[RankState]) -> int | None:
         raise ManifestError(f"the ranks have commits of different runs: {listed}", path=ranks[0].path)
     if len(having) < len(ranks):
         return None
-    common = set.intersection(*({(number, step) for number, step in each.commits} for each in ranks))
+    common = _common_numbers(ranks)
     if not common:
         listed = "; ".join(
             f"rank {each.rank}: {', '.join(f'{number} of step {step}' for number, step in each.commits)} ({each.path})"
             for each in ranks
         )
         raise NoCommitError(f"there is no commit that all ranks have. {listed}", path=ranks[0].path)
-    return max(common)[0]
+    return max(common)
+
+
+def _common_numbers(ranks: Sequence[RankState]) -> frozenset[int]:
+    """The commits that all ranks have."""
+    commits = [frozenset((number, step) for number, step in each.commits) for each in ranks]
+    return frozenset(number for number, _ in frozenset.intersection(*commits))
 
 
 def take_common(state: OpenState, ranks: Sequence[RankState]) -> None:
-    """Leave a rank's state with the commits up to the newest that all ranks have. Synchronous.
+    """Leave a rank's state with the commits that all ranks have. Synchronous.
 
     Raises:
         DirectoryError: as for ``newest_common``; nothing has been changed.
@@ -114,7 +120,7 @@ def take_common(state: OpenState, ranks: Sequence[RankState]) -> None:
     number = newest_common(ranks)
     state.highest_number = max((each[0] for rank in ranks for each in rank.commits), default=0)
     state.of_ranks = [Path(directory) for rank in ranks for directory in rank.directories]
-    state.drop_after(-1 if number is None else number)
+    state.keep_only(_common_numbers(ranks) if number is not None else frozenset())
     if number is None and len(ranks) > 1:
         state.state = ranks[0].state
         state.enlist()
