@@ -29,12 +29,14 @@ def test_ranks_that_run_different_units_are_told_which(stage: int, num_ranks: in
 def test_ranks_that_wait_for_different_things_end_with_what_each_waits_for(
     stage: int, where: str, ranks: RankServer
 ) -> None:
-    """One waits to gather, the other for gradients or values: each waits with nobody until time is up."""
-    first, last = ranks.run("ranks_failures:part_ways", stage=stage, where=where, timeout_seconds=2.0)
-    assert "rank 0 of 2, all-gather of unit first: " in first["error"]
+    """One waits to gather, the other for gradients or values: nobody would come, and both are told long before time."""
+    told = ranks.run("ranks_failures:part_ways", stage=stage, where=where, timeout_seconds=60.0)
     doing = "gradients of unit" if where == "backward" else "reading first.0.weight"
-    assert f"rank 1 of 2, {doing}" in last["error"]
-    assert max(first["seconds"], last["seconds"]) < 10
+    for each in told:
+        assert "the ranks wait for each other at different points" in each["error"]
+        assert "rank 0 at 'all-gather of unit first'" in each["error"]
+        assert f"rank 1 at '{doing}" in each["error"]
+        assert each["seconds"] < 20
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])

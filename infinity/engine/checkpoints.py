@@ -72,7 +72,7 @@ class Checkpoints(Assembly):
             while True:
                 self._durability.at_boundary()
                 batch = next(batches, _END)
-                if not self._resources.loop.wait(self._job.all_have(batch is not _END)):
+                if not self._job.all_have(batch is not _END):
                     return
                 yield cast("T", batch)
         finally:

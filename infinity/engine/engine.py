@@ -286,7 +286,9 @@ class Engine(Checkpoints):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+        if error is not None:
+            self._job.why_closed = f"{type(error).__name__}: {error}"
         with contextlib.nullcontext() if kind is None else contextlib.suppress(InfinityError):  # what came first counts
             self.close()
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from infinity.engine.collectives import Collectives
 from infinity.engine.ranks.failures import named_errors
@@ -167,7 +168,6 @@ def open_another(
     *,
     timeout_seconds: float = 60.0,
     patience_seconds: float = 3600.0,
-    everyone: bool = False,
 ) -> Collectives:
     """Groups of their own for those who share the state, so that what they do has an order of its own.
 
@@ -177,17 +177,15 @@ def open_another(
         collectives: those that there are.
         timeout_seconds: how long ranks may be apart in a collective.
         patience_seconds: how long at a barrier, or when facts are exchanged.
-        everyone: for all ranks of the job.
 
     Raises:
         RanksError: not all came.
     """
-    like = collectives.control if everyone else collectives.group
     timeout, patience = (datetime.timedelta(seconds=seconds) for seconds in (timeout_seconds, patience_seconds))
     leave = contextlib.ExitStack()
     try:
-        data = _new_group(like, timeout, None, leave)
-        control = _new_group(like, patience, "gloo", leave)
+        data = _new_group(collectives.group, timeout, None, leave)
+        control = _new_group(collectives.group, patience, "gloo", leave)
         return Collectives(
             collectives.device,
             data,
@@ -196,6 +194,27 @@ def open_another(
             patience=patience,
             close=leave.close,
         )
+    except BaseException:
+        leave.close()
+        raise
+
+
+def open_control(collectives: Collectives, *, seconds: float) -> Collectives:
+    """A group of all ranks of the job for nothing but facts. Every rank calls it at the same time.
+
+    Args:
+        collectives: those that there are.
+        seconds: how long ranks may be apart.
+
+    Raises:
+        RanksError: not all came.
+    """
+    leave = contextlib.ExitStack()
+    patience = datetime.timedelta(seconds=seconds)
+    try:
+        control = _new_group(collectives.control, patience, "gloo", leave)
+        where, rank = collectives.device, collectives.local_rank
+        return Collectives(where, control, control, local_rank=rank, patience=patience, close=leave.close)
     except BaseException:
         leave.close()
         raise
@@ -250,5 +269,9 @@ def _join(device: torch.device, timeout: datetime.timedelta) -> None:
     rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     with named_errors(rank, num_ranks, f"meeting at {address}", timeout.total_seconds()):
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, num_ranks = next(rendezvous("env://", rank, num_ranks, timeout=timeout))
+        # Ranks that torchrun has started again find the store of those before, with their addresses in it.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"infinity/{attempt}", store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=num_ranks)
     atexit.register(_leave_all)

@@ -143,7 +143,8 @@ class PlannedGathers:
         """
         task = self._planned[unit].task
         assert task is not None
-        await asyncio.shield(task)
+        with self._lane.awaited():
+            await asyncio.shield(task)
 
     def release(self, unit: int) -> None:
         """One use of it has ended."""

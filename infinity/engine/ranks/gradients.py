@@ -160,7 +160,8 @@ class ReducedGradients(GradientSink):
             agreed = self._lane.submit("end of backward", functools.partial(self._agree, list(self._completed)))
             while self._reductions:
                 self._take_in_first()
-            self._order = self._loop.wait(agreed)
+            with self._lane.awaited():
+                self._order = self._loop.wait(agreed)
             self._is_open = False
             self._own_since = None
         super().complete()
@@ -350,7 +351,8 @@ class ReducedGradients(GradientSink):
 
     def _take_in_first(self) -> None:
         reduction = self._reductions[0]
-        present, reduced = self._loop.wait(reduction.done)
+        with self._lane.awaited():
+            present, reduced = self._loop.wait(reduction.done)
         self._reductions.popleft()
         part, own = self._parts[reduction.part.index], reduction.own
         if reduced is not None and own.kind == OWN_GRAD_SUM:

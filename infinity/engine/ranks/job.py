@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -38,12 +37,14 @@ class Job(ABC):
         config: the user's, with this rank's own directories.
         device: this rank's.
         slicing: what of the state this rank has.
+        why_closed: what other ranks are told that still count on this one.
         ranks: agrees with the others on durable states.
     """
 
     config: Config
     device: torch.device
     slicing: Slicing
+    why_closed: str = "its engine was closed"
     ranks: Ranks
 
     @abstractmethod
@@ -98,7 +99,7 @@ class Job(ABC):
         """As ``WeightReader``."""
 
     @abstractmethod
-    def all_have(self, has: bool) -> Future[bool]:
+    def all_have(self, has: bool) -> bool:
         """Whether all ranks have something, given whether this one has; called at the same point on all."""
 
     @property
@@ -160,11 +161,9 @@ class OneRank(Job):
         """The plain one."""
         return WeightReader(loop, store, plan.parts, **others)
 
-    def all_have(self, has: bool) -> Future[bool]:
+    def all_have(self, has: bool) -> bool:
         """Its own answer."""
-        answer: Future[bool] = Future()
-        answer.set_result(has)
-        return answer
+        return has
 
     @property
     def collective_bytes(self) -> dict[str, int]:

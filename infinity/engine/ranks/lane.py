@@ -13,16 +13,18 @@ Guarantees
 A collective may wait for something of this rank's first (``ready``: its slice has been read, its step has ended). As
 long as it waits, so does all that comes after it; so what ``ready`` waits for must never wait for the same lane.
 
-Two lanes have nothing to do with each other, and must not share ``Collectives``.
+Two lanes have nothing to do with each other, and must not share ``Collectives``. Ranks that wait for each other on
+different ones are found by ``watch.py``, which ``fail``s them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -32,6 +34,7 @@ from infinity.errors import EngineStateError, RanksError
 T = TypeVar("T")
 
 _LEAVING_SECONDS = 5.0
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,12 +51,23 @@ class Lane:
     Args:
         collectives: what its calls use, and nobody else.
         name: of its thread.
+
+    Attributes:
+        waits_for: what it waits to agree on with other ranks.
+        num_ended: how many collectives have ended.
+        num_awaited: how many callers do nothing but wait for it.
     """
 
     def __init__(self, collectives: Collectives, name: str) -> None:
         self._collectives = collectives
         self._tickets: queue.SimpleQueue[_Ticket[Any] | None] = queue.SimpleQueue()
+        self.waits_for: str | None = None
+        self.num_ended = 0
+        self.num_awaited = 0
+        self._current: _Ticket[Any] | None = None
+        self._lock = threading.Lock()
         self._closed = False
+        self._why = ""
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
@@ -75,15 +89,37 @@ class Lane:
         self._tickets.put(_Ticket(what, work, ready, done))
         return done
 
-    def close(self) -> None:
-        """End it: what has not begun fails, here and on ranks that go on. Closing twice is harmless."""
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """A context in which somebody waits for what has been submitted, and does nothing else."""
+        self.num_awaited += 1
+        try:
+            yield
+        finally:
+            self.num_awaited -= 1
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing will come of what it waits to agree on; whoever waits for that is told. Its thread may stay."""
+        with self._lock:
+            self._error = self._error or error
+            if self._current is not None and self.waits_for is not None and not self._current.done.done():
+                self._current.done.set_exception(error)
+
+    def close(self, why: str = "its engine was closed") -> None:
+        """End it: what has not begun fails, here and on ranks that go on. Closing twice is harmless.
+
+        Args:
+            why: what other ranks are told.
+        """
         if not self._closed:
+            self._why = why
             self._closed = True
             self._tickets.put(None)
             self._thread.join(_LEAVING_SECONDS)  # longer only where a rank is missing: its time-out ends that
 
     def _main(self) -> None:
         while (ticket := self._tickets.get()) is not None:
+            self._current = ticket
             if self._error is not None:
                 ticket.done.set_exception(
                     RanksError(f"{ticket.what}: nothing is done with other ranks any more, after: {self._error}")
@@ -95,26 +131,36 @@ class Lane:
                     self._collectives.agree(ticket.what, failure)
             else:
                 self._run(ticket)
+            self.num_ended += 1
+            self._current = None
             del ticket  # and what it holds, while this waits for the next
 
     def _failure_before(self, ticket: _Ticket[T]) -> BaseException | None:
         """Wait until this rank is ready; why it cannot take part, if so."""
-        closed = EngineStateError("its engine was closed")
-        try:
-            if ticket.ready is not None and not self._closed:
-                ticket.ready.result()
-        except CancelledError:
-            return closed
-        except Exception as error:
-            return error
-        return closed if self._closed else None
+        ready = ticket.ready
+        while ready is not None and not ready.done() and not self._closed:
+            wait([ready], _POLL_SECONDS)
+        if self._closed:
+            return EngineStateError(self._why)
+        if ready is None:
+            return None
+        error = asyncio.CancelledError() if ready.cancelled() else ready.exception()
+        return EngineStateError("its engine was closed") if isinstance(error, asyncio.CancelledError) else error
 
     def _run(self, ticket: _Ticket[T]) -> None:
         try:
+            self.waits_for = ticket.what
             self._collectives.agree(ticket.what)
+            with self._lock:
+                self.waits_for = None
+                if ticket.done.done():  # failed
+                    return
             result = ticket.work()
         except BaseException as error:
-            self._error = error
-            ticket.done.set_exception(error)
+            with self._lock:
+                self.waits_for = None
+                self._error = self._error or error
+                if not ticket.done.done():
+                    ticket.done.set_exception(error)
         else:
             ticket.done.set_result(result)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from infinity.config import Config
 from infinity.engine.budget import Plan
 from infinity.engine.collectives import Collectives
 from infinity.engine.gradients import GradientSink
-from infinity.engine.meeting import meet, open_another
+from infinity.engine.meeting import meet, open_another, open_control
 from infinity.engine.norms import Norms
 from infinity.engine.persistence import agreement
 from infinity.engine.prefetch import Orders, PrefetchScheduler
@@ -26,6 +25,7 @@ from infinity.engine.ranks.lane import Lane
 from infinity.engine.ranks.norms import RankNorms
 from infinity.engine.ranks.reading import JoiningReader
 from infinity.engine.ranks.scheduling import PlannedScheduler
+from infinity.engine.ranks.watch import Watch
 from infinity.engine.slicing import Slicing
 from infinity.engine.stream import StepStream
 from infinity.engine.weights import WeightReader
@@ -75,7 +75,7 @@ class ManyRanks(Job):
             seconds = config.ranks_timeout_seconds
             self._gathering = open_another(collectives, timeout_seconds=seconds, patience_seconds=seconds)
             self._leave.callback(self._gathering.close)
-            agreeing = open_another(collectives, timeout_seconds=seconds, patience_seconds=seconds, everyone=True)
+            agreeing = open_control(collectives, seconds=seconds)
             self._leave.callback(agreeing.close)  # commits meet beside training, in an order of their own
             place = own.nvme[0] if own.nvme else Path()
             self.ranks = agreement.RanksAgreement(
@@ -83,6 +83,8 @@ class ManyRanks(Job):
             )
             self._gathers_lane = self._open_lane(self._gathering, "infinity-gathers")
             self._reductions_lane = self._open_lane(collectives, "infinity-reductions")
+            lanes = {"gathers": self._gathers_lane, "reductions": self._reductions_lane}
+            self._stop.callback(Watch(open_control(collectives, seconds=seconds), lanes).close)
         except BaseException:
             self.stop()
             self.leave()
@@ -205,10 +207,9 @@ class ManyRanks(Job):
             **others,
         )
 
-    def all_have(self, has: bool) -> Future[bool]:
+    def all_have(self, has: bool) -> bool:
         """See ``Job``."""
-        phase = "taking the next batch"
-        return self._reductions_lane.submit(phase, lambda: all(self._reductions.exchange(has, phase)))
+        return all(self._exchange(has, "taking the next batch"))
 
     @property
     def collective_bytes(self) -> dict[str, int]:
@@ -233,11 +234,12 @@ class ManyRanks(Job):
 
     def _exchange(self, fact: Any, phase: str) -> list[Any]:
         said = self._reductions_lane.submit(phase, lambda: self._reductions.exchange(fact, phase))
-        return said.result()
+        with self._reductions_lane.awaited():
+            return said.result()
 
     def _open_lane(self, collectives: Collectives, name: str) -> Lane:
         lane = Lane(collectives, name)
-        self._stop.callback(lane.close)
+        self._stop.callback(lambda: lane.close(self.why_closed))
         return lane
 
     def _agree_on(self, config: Config) -> None:

@@ -44,7 +44,8 @@ class JoiningReader(WeightReader):
             return piece
         what = f"reading {slot.name}"
         joined = self._lane.submit(what, functools.partial(self._join, slot, piece, what))
-        return self._loop.wait(joined)
+        with self._lane.awaited():
+            return self._loop.wait(joined)
 
     def _join(self, slot: Slot, piece: torch.Tensor, what: str) -> torch.Tensor:
         """On the lane."""
@@ -76,7 +77,8 @@ class JoiningReader(WeightReader):
         what = f"reading the optimizer's state of {slot.name}"
         is_owner = owner == self._collectives.rank
         exchanged = self._lane.submit(what, lambda: self._collectives.exchange(told if is_owner else None, what))
-        said: list[Any] = self._loop.wait(exchanged)
+        with self._lane.awaited():
+            said: list[Any] = self._loop.wait(exchanged)
         dtypes, document, tensors = self._collectives.sharing(said)[owner]
         reader = Reader({name: _heard(*tensor) for name, tensor in tensors.items()})
         small: dict[str, Any] = reader.read(document, f"the optimizer's state of {slot.name}")
