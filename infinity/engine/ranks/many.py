@@ -70,7 +70,7 @@ class ManyRanks(Job):
             for path, given in zip(own.nvme, config.nvme, strict=True):
                 if path.parent == given and given.is_dir():
                     path.mkdir(mode=0o700, exist_ok=True)
-            self.config = own.model_copy(update={"speculation": "off"})
+            self.config = own.model_copy(update={"speculation": "off", "accumulation": "horizontal"})
             self.slicing = Slicing(collectives.rank, collectives.num_ranks, config.stage)
             seconds = config.ranks_timeout_seconds
             self._gathering = open_another(collectives, timeout_seconds=seconds, patience_seconds=seconds)
