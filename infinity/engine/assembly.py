@@ -78,8 +78,7 @@ class Assembly(ABC):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, group: Any = None) -> None:
         check_model(model, optimizer)
-        # Blocks of the model as it came, before tiles.
-        recomputed = find_blocks(model, config.units, setting="recompute") if config.recompute else {}
+        recomputed = find_blocks(model, config.units, setting="recompute") if config.recompute else {}  # before tiles
         precision = precision_of(config)
         precision.check(model)
         if config.tile_large_layers:
@@ -374,6 +373,7 @@ class Assembly(ABC):
             state_format_of=plan.state_format_of,
             compute=stepper.compute,
             settle=self._settle,
+            common=self._job.common,
         )
         self._model_loader = ModelLoader(self.module, self.values, resources.refusals.permit_loading)
         self._optimizer_loader = OptimizerLoader(

@@ -64,6 +64,7 @@ class Collectives:
         num_ranks: how many share it.
         job_rank: this rank's number among all.
         job_size: how many there are.
+        global_rank: this process's number among all that were started, in this job or not.
         num_replicas: how many times the state is there.
         local_rank: this rank's number within its host.
         device: this rank's.
@@ -90,6 +91,7 @@ class Collectives:
         self.num_ranks = dist.get_world_size(data)
         self.job_rank = dist.get_rank(control)
         self.job_size = dist.get_world_size(control)
+        self.global_rank = dist.get_rank()
         self.num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
         self._replicas = replicas
         self._sharing = [dist.get_group_rank(control, each) for each in dist.get_process_group_ranks(data)]
@@ -328,7 +330,8 @@ class Collectives:
     def close(self) -> None:
         """Leave the groups; a wait of another rank for this one ends with an error. Closing twice is harmless."""
         if self._data is not None:
-            self._data = None
+            self._data = self._replicas = None
+            del self.control  # or its connections stay, and others wait for this rank
             self._close()
 
     def _check(self, whole: torch.Tensor, part: torch.Tensor) -> None:

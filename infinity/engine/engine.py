@@ -348,6 +348,7 @@ class Engine(Checkpoints):
         self._step_begun = time.perf_counter()
         with self._activity.waiting() as causes:
             self._steps.prepare()
+            self._job.begin_step(self._durability.num_steps, self.optimizer.param_groups)
             causes.append(("optimizer", time.perf_counter()))
             self._durability.join()
             causes.append(("commit", time.perf_counter()))

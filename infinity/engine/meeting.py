@@ -56,6 +56,10 @@ def meet(
             raise ConfigError(f"process_group: expected a mesh of 1 or 2 dimensions, got {group.ndim}; give a slice")
         group = group.get_group()
     if group is not None:
+        if dist.get_rank(group) < 0:
+            raise ConfigError(
+                f"process_group: rank {dist.get_rank()} is none of its ranks; give each rank the group that it is in"
+            )
         is_alone = dist.get_world_size(group) == 1
     elif dist.is_initialized():
         is_alone = dist.get_world_size() == 1
@@ -274,4 +278,5 @@ def _join(device: torch.device, timeout: datetime.timedelta) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"infinity/{attempt}", store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=num_ranks)
-    atexit.register(_leave_all)
+    if backend != "gloo":  # which needs no leave-taking, and ends the process if a thread still waits in a group
+        atexit.register(_leave_all)

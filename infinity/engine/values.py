@@ -68,6 +68,7 @@ class Values:
         state_format_of: how its states are stored.
         compute: runs arithmetic off the loop.
         settle: called before anything, with the name of what is to be done; raises where it cannot be done now.
+        common: what counts of a value that is given, by name: with several ranks one's.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Values:
         state_format_of: StateFormatOf,
         compute: Compute,
         settle: Callable[[str], None],
+        common: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, value: value,
     ) -> None:
         self._loop = loop
         self._store = store
@@ -96,6 +98,7 @@ class Values:
         self._state_format_of = state_format_of
         self._compute = compute
         self._settle = settle
+        self._common = common
         self._places = {slot.param: (part, i) for part in parts for i, slot in enumerate(part.slots)}
         self._gathered = gathered
 
@@ -124,7 +127,7 @@ class Values:
         """
         part, position = self._begin(param, "set_weight")
         slot = part.slots[position]
-        value = check_tensor(f"parameter {slot.name}", value, slot.original.shape)
+        value = self._common(slot.name, check_tensor(f"parameter {slot.name}", value, slot.original.shape))
         self._writer.change([(part, position, copy_of(slot.take(value)))])
 
     def load(self, values: Mapping[nn.Parameter, torch.Tensor]) -> None:
@@ -139,7 +142,8 @@ class Values:
         """
         self._settle("load_state_dict")
         places = ((*self._place(param), value) for param, value in values.items())
-        self._writer.change((part, i, copy_of(part.slots[i].take(value))) for part, i, value in places)
+        slots = ((part, i, part.slots[i], value) for part, i, value in places)
+        self._writer.change((p, i, copy_of(slot.take(self._common(slot.name, value)))) for p, i, slot, value in slots)
 
     def empty(self, param: nn.Parameter) -> torch.Tensor:
         """Memory for a weight at full precision, on the CPU."""
@@ -193,6 +197,7 @@ class Values:
         part, position = self._begin(param, "set_grad")
         slot = part.slots[position]
         value = check_tensor(f"gradient of parameter {slot.name}", value, slot.original.shape).detach()
+        value = self._common(slot.name, value) if part.stepped else value
         with torch.inference_mode(False):
             if part.stepped:
                 self._gradients.replace(part, position, value.to("cpu", part.step_dtype))
@@ -228,6 +233,8 @@ class Values:
         """
         part, position = self._begin(param, "set_state")
         slot, state = part.slots[position], self._state_of(part)
+        if isinstance(value, torch.Tensor):
+            value = self._common(slot.name, value)
         if slot.is_left_out:
             return
         small, (dtype, positions) = state.small[position], state.shards.get(name, (None, set()))
@@ -297,7 +304,7 @@ class Values:
         for param, (part, position) in places.items():
             slot = part.slots[position]
             value = check_tensor(f"parameter {slot.name}", found[param], slot.original.shape)
-            value = slot.take(value).to("cpu", part.compute_dtype)
+            value = slot.take(self._common(slot.name, value)).to("cpu", part.compute_dtype)
             changes.append((part, position, functools.partial(_copy_changed, value)))
         self._writer.change(changes)
 

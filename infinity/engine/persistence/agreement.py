@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +49,10 @@ class Ranks(Agreement):
 
     rank: int
     num_ranks: int
+
+    def awaited(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which training does nothing but wait for what they agree on."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     async def tell(self, kind: str, fact: Any) -> list[Any]:
@@ -113,6 +117,20 @@ class RanksAgreement(Ranks):
         self._group = group
         self._path = Path(path)
         self._lost: BaseException | None = None
+        self.waits_for: str | None = None  # as ``watch.Waiting``
+        self.num_ended = self.num_awaited = 0
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """See ``Ranks``."""
+        self.num_awaited += 1
+        try:
+            yield
+        finally:
+            self.num_awaited -= 1
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing: the others end, and with them the exchange."""
 
     def check(self) -> None:
         """See ``Agreement``."""
@@ -132,7 +150,8 @@ class RanksAgreement(Ranks):
 
     async def tell(self, kind: str, fact: Any) -> list[Any]:
         """See ``Ranks``."""
-        told, interrupt = await self._exchange(kind, fact, None)
+        with self.awaited():
+            told, interrupt = await self._exchange(kind, fact, None)
         self._judge(told, same=False)
         if interrupt is not None:
             raise interrupt
@@ -151,6 +170,7 @@ class RanksAgreement(Ranks):
         words = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_LETTERS]
         asking = _Asking(self._group, {"kind": kind, "fact": fact, "error": words}, self.num_ranks)
         interrupt: BaseException | None = None
+        self.waits_for = kind
         try:
             await call_in_thread(asking.run)
         except BaseException as reason:
@@ -158,6 +178,9 @@ class RanksAgreement(Ranks):
                 self._lost = asking.error or reason
                 raise self._apart(self._lost) from self._lost
             interrupt = reason
+        finally:
+            self.waits_for = None
+            self.num_ended += 1
         assert asking.told is not None
         numbers = [each.fact[0] for each in asking.told if each.kind == "commit"]
         self.highest_number = max([self.highest_number, *numbers])

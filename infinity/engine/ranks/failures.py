@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from infinity.errors import InfinityError, RanksError
 
@@ -22,6 +22,20 @@ def disagreement(doing: list[list[str]]) -> str:
     )
 
 
+def different_values(said: Sequence[Sequence[Mapping[str, str]]]) -> str:
+    """What differs first between the hyper-parameters of ranks: of each, the values of its groups by name."""
+    for rank, groups in enumerate(said):
+        for index, (first, other) in enumerate(zip(said[0], groups, strict=False)):
+            for name in {**first, **other}:
+                if first.get(name) != other.get(name):
+                    return (
+                        f"optimizer group {index} has {name}={first.get(name)} on rank 0 and {name}={other.get(name)} "
+                        f"on rank {rank}; all ranks must step alike: feed a scheduler that looks at the loss "
+                        "(ReduceLROnPlateau) with the mean over ranks"
+                    )
+    return f"the optimizers have {[len(groups) for groups in said]} groups; build the same on all ranks"
+
+
 @contextlib.contextmanager
 def named_errors(rank: int, num_ranks: int, phase: str, seconds: float | None = None) -> Iterator[None]:
     """Say in an error which rank it was and what it was doing."""
@@ -30,10 +44,10 @@ def named_errors(rank: int, num_ranks: int, phase: str, seconds: float | None = 
     except (RuntimeError, ValueError) as error:
         if isinstance(error, InfinityError):
             raise
-        said = str(error).strip().partition("\n")[0]
+        said = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
         whole = str(error).lower()
         if "connection closed" in whole or "connection reset" in whole or "broken pipe" in whole:
-            why = "another rank has ended; see what it said"
+            why = "another rank has ended, or closed its engine; see what it said"
         elif "failed to pass monitoredbarrier" in whole:
             why = "a rank has ended or did not come in time; see what it said"
         elif "timed out" in whole or "timeout" in whole:

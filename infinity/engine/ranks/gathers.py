@@ -353,6 +353,7 @@ async def _ended(future: asyncio.Future[None]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
+        future.exception()  # nobody is left to be told
         raise cancelled
     future.result()
 

@@ -7,7 +7,7 @@ that part.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,10 @@ class Job(ABC):
         """A value of rank 0's, given each rank's own; by name."""
 
     @abstractmethod
+    def common(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """What all ranks take where each gives a value that should be the same: rank 0's; nothing is changed."""
+
+    @abstractmethod
     def build_scheduler(self, *arguments: Any, **others: Any) -> PrefetchScheduler:
         """As ``PrefetchScheduler``."""
 
@@ -99,6 +103,18 @@ class Job(ABC):
         """As ``WeightReader``."""
 
     @abstractmethod
+    def begin_step(self, num_steps: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """See to it that all ranks are about to take the same step.
+
+        Args:
+            num_steps: how many were taken.
+            groups: of the optimizer, with its hyper-parameters.
+
+        Raises:
+            RanksError: they are not.
+        """
+
+    @abstractmethod
     def all_have(self, has: bool) -> bool:
         """Whether all ranks have something, given whether this one has; called at the same point on all."""
 
@@ -132,6 +148,10 @@ class OneRank(Job):
         """Its own."""
         return value
 
+    def common(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Its own."""
+        return value
+
     def build_scheduler(self, *arguments: Any, **others: Any) -> PrefetchScheduler:
         """The plain one."""
         return PrefetchScheduler(*arguments, **others)
@@ -160,6 +180,9 @@ class OneRank(Job):
     def build_reader(self, loop: LoopThread, store: TieredStore, *, plan: Plan, **others: Any) -> WeightReader:
         """The plain one."""
         return WeightReader(loop, store, plan.parts, **others)
+
+    def begin_step(self, num_steps: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """It is the same."""
 
     def all_have(self, has: bool) -> bool:
         """Its own answer."""

@@ -105,6 +105,11 @@ class Lane:
             if self._current is not None and self.waits_for is not None and not self._current.done.done():
                 self._current.done.set_exception(error)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it waits for other ranks although it was closed."""
+        return self._closed and self._thread.is_alive()
+
     def close(self, why: str = "its engine was closed") -> None:
         """End it: what has not begun fails, here and on ranks that go on. Closing twice is harmless.
 

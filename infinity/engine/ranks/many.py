@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from infinity.engine.norms import Norms
 from infinity.engine.persistence import agreement
 from infinity.engine.prefetch import Orders, PrefetchScheduler
 from infinity.engine.ranks.elementwise import check_elementwise
+from infinity.engine.ranks.failures import different_values
 from infinity.engine.ranks.gathers import PlannedGathers
 from infinity.engine.ranks.gradients import ReducedGradients
 from infinity.engine.ranks.job import Job, OneRank
@@ -25,11 +27,11 @@ from infinity.engine.ranks.lane import Lane
 from infinity.engine.ranks.norms import RankNorms
 from infinity.engine.ranks.reading import JoiningReader
 from infinity.engine.ranks.scheduling import PlannedScheduler
-from infinity.engine.ranks.watch import Watch
+from infinity.engine.ranks.watch import Waiting, Watch
 from infinity.engine.slicing import Slicing
 from infinity.engine.stream import StepStream
 from infinity.engine.weights import WeightReader
-from infinity.errors import ConfigError, ModelError
+from infinity.errors import ConfigError, ModelError, RanksError
 from infinity.rank_paths import nvme_for_rank, refuse_shared_paths
 from infinity.store.device import DeviceTier
 from infinity.store.loop import LoopThread
@@ -37,6 +39,9 @@ from infinity.store.store import TieredStore
 
 _IN_FLIGHT_SHARE = 8
 """What part of host memory gradients may take that are being reduced."""
+
+_PARAMETERS = frozenset({"params", "param_names"})
+"""What a group of an optimizer has beside hyper-parameters."""
 
 _OWN_FIELDS = frozenset({"nvme", "nvme_weights", "device", "debug", "resume"})
 """What may differ between ranks: where things are, and no more."""
@@ -60,16 +65,18 @@ class ManyRanks(Job):
         self._leave = contextlib.ExitStack()
         self._leave.callback(collectives.close)
         self._stop = contextlib.ExitStack()
+        self._lanes: list[Lane] = []
         self._planned: PlannedGathers | None = None
         try:
             host = collectives.hosts[collectives.job_rank]
             self._agree_on(config)
-            own = nvme_for_rank(config, collectives.job_rank, collectives.job_size, collectives.local_rank, host)
+            own = nvme_for_rank(config, collectives.global_rank, collectives.job_size, collectives.local_rank, host)
             paths = collectives.exchange([str(path) for path in own.nvme], "telling each other where state is")
             refuse_shared_paths(collectives.hosts, paths)
             for path, given in zip(own.nvme, config.nvme, strict=True):
-                if path.parent == given and given.is_dir():
-                    path.mkdir(mode=0o700, exist_ok=True)
+                if path.parent == given and given.is_dir() and not path.exists():
+                    path.mkdir(mode=0o700)
+                    self._leave.callback(_remove_empty, path)
             self.config = own.model_copy(update={"speculation": "off", "accumulation": "horizontal"})
             self.slicing = Slicing(collectives.rank, collectives.num_ranks, config.stage)
             seconds = config.ranks_timeout_seconds
@@ -78,12 +85,12 @@ class ManyRanks(Job):
             agreeing = open_control(collectives, seconds=seconds)
             self._leave.callback(agreeing.close)  # commits meet beside training, in an order of their own
             place = own.nvme[0] if own.nvme else Path()
-            self.ranks = agreement.RanksAgreement(
+            self.ranks = ranks = agreement.RanksAgreement(
                 agreeing, rank=collectives.job_rank, num_ranks=collectives.job_size, path=place
             )
             self._gathers_lane = self._open_lane(self._gathering, "infinity-gathers")
             self._reductions_lane = self._open_lane(collectives, "infinity-reductions")
-            lanes = {"gathers": self._gathers_lane, "reductions": self._reductions_lane}
+            lanes: list[Waiting] = [self._gathers_lane, self._reductions_lane, ranks]
             self._stop.callback(Watch(open_control(collectives, seconds=seconds), lanes).close)
         except BaseException:
             self.stop()
@@ -112,7 +119,7 @@ class ManyRanks(Job):
             check_elementwise(optimizer, self.slicing.stage)
 
     def share(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """See ``Job``: as ``DistributedDataParallel`` does it."""
+        """See ``Job``: as ``DistributedDataParallel`` does it, in place."""
         if not value.is_contiguous() or value.device.type != self._reductions.device.type:
             shared = value.to(self._reductions.device).contiguous()
             self._reductions_lane.submit(
@@ -123,6 +130,10 @@ class ManyRanks(Job):
             f"sharing {name}", lambda: self._reductions.share(value, phase=f"sharing {name}")
         ).result()
         return value
+
+    def common(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """See ``Job``."""
+        return self.share(name, value.detach().to(self.device).clone(memory_format=torch.contiguous_format))
 
     def build_scheduler(self, *arguments: Any, **others: Any) -> PrefetchScheduler:
         """One that plans where units are all-gathered."""
@@ -207,6 +218,20 @@ class ManyRanks(Job):
             **others,
         )
 
+    def begin_step(self, num_steps: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """See ``Job``."""
+        values = [{name: _short(value) for name, value in group.items() if name not in _PARAMETERS} for group in groups]
+        phase = f"step {num_steps + 1}"
+        digest = xxhash.xxh3_64_hexdigest(repr(values).encode())
+
+        def compare() -> None:
+            if len(set(self._reductions.exchange(digest, phase))) > 1:
+                raise RanksError(f"{phase}: {different_values(self._reductions.exchange(values, phase))}")
+
+        compared = self._reductions_lane.submit(phase, compare)
+        with self._reductions_lane.awaited():
+            compared.result()
+
     def all_have(self, has: bool) -> bool:
         """See ``Job``."""
         return all(self._exchange(has, "taking the next batch"))
@@ -222,6 +247,8 @@ class ManyRanks(Job):
 
     def leave(self) -> None:
         """See ``Job``."""
+        if any(lane.is_stuck for lane in self._lanes):
+            self._leave.pop_all()  # a group in which a thread waits cannot be left; the process' end does it
         self._leave.close()
 
     def exchange(self, fact: Any, phase: str) -> list[Any]:
@@ -239,6 +266,7 @@ class ManyRanks(Job):
 
     def _open_lane(self, collectives: Collectives, name: str) -> Lane:
         lane = Lane(collectives, name)
+        self._lanes.append(lane)
         self._stop.callback(lambda: lane.close(self.why_closed))
         return lane
 
@@ -256,6 +284,18 @@ class ManyRanks(Job):
                 )
         if config.accumulation == "vertical":
             raise ConfigError("accumulation='vertical' is for one rank; leave it 'horizontal' on several")
+
+
+def _remove_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):  # it holds something
+        path.rmdir()
+
+
+def _short(value: Any) -> str:
+    """A hyper-parameter in words that are the same on all ranks where it is."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    return repr(value) if isinstance(value, (int, float, str, tuple, list, type(None))) else type(value).__name__
 
 
 def join_job(config: Config, device: torch.device, group: Any = None) -> Job:

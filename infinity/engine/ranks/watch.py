@@ -13,25 +13,42 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from infinity.engine.collectives import Collectives
-from infinity.engine.ranks.lane import Lane
 from infinity.errors import RanksError
 
 _SECONDS = 1.0
 
 
+class Waiting(Protocol):
+    """Something on which a rank waits for others: a lane, or what agrees on commits.
+
+    Attributes:
+        waits_for: what for, while it waits for other ranks.
+        num_ended: how many waits are over.
+        num_awaited: how many callers do nothing but wait for it.
+    """
+
+    waits_for: str | None
+    num_ended: int
+    num_awaited: int
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing will come of it: tell whoever waits."""
+        ...
+
+
 class Watch:
-    """Watches lanes, from construction to ``close``.
+    """Watches what a rank waits on, from construction to ``close``.
 
     Args:
         collectives: of all ranks of the job, for nothing else; its own from now on.
         lanes: what this rank may wait on.
     """
 
-    def __init__(self, collectives: Collectives, lanes: Mapping[str, Lane]) -> None:
+    def __init__(self, collectives: Collectives, lanes: Sequence[Waiting]) -> None:
         self._collectives = collectives
         self._lanes = lanes
         self._ended = threading.Event()
@@ -55,19 +72,15 @@ class Watch:
             now = self._collectives.exchange(self._waits(), "watching")
             if now == before and all(now):
                 error = RanksError(f"rank {self._collectives.job_rank} of {len(now)}: {_verdict(now)}")
-                for lane in self._lanes.values():
+                for lane in self._lanes:
                     lane.fail(error)
                 return
             before = now
 
     def _waits(self) -> list[list[Any]]:
         """For each lane that somebody waits for, and that waits for other ranks: what for, and all that has ended."""
-        num_ended = sum(lane.num_ended for lane in self._lanes.values())
-        return [
-            [lane.waits_for, num_ended]
-            for lane in self._lanes.values()
-            if lane.num_awaited and lane.waits_for is not None
-        ]
+        num_ended = sum(lane.num_ended for lane in self._lanes)
+        return [[lane.waits_for, num_ended] for lane in self._lanes if lane.num_awaited and lane.waits_for is not None]
 
 
 def _verdict(waits: list[list[list[Any]]]) -> str:
