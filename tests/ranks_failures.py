@@ -102,6 +102,56 @@ def _part(rank: Rank, engine: infinity.Engine, where: str) -> None:
     engine.synchronize()
 
 
+def step_otherwise(rank: Rank, *, stage: int, how: str) -> dict[str, Any]:
+    """A job: in step ``BAD_STEP`` the last rank steps with another rate, or not at all; what each is told."""
+    is_other = rank.index == rank.num_ranks - 1
+    with made(rank, stage) as engine:
+        try:
+            for step in range(BAD_STEP + 3):
+                engine.backward(engine(batch(rank, step), "left", nothing))
+                if is_other and step == BAD_STEP:
+                    if how == "skip":
+                        engine.zero_grad()
+                        continue
+                    engine.optimizer.param_groups[0]["lr"] /= 2
+                engine.step()
+        except RanksError as error:
+            return {"error": str(error), "num_steps": engine.num_steps}
+    return {"error": "", "num_steps": -1}
+
+
+def load_own(rank: Rank, *, stage: int) -> dict[str, Any]:
+    """A job: each rank loads values of its own; what all have then, and whether they are those of rank 0."""
+    with made(rank, stage) as engine:
+        torch.manual_seed(100 + rank.index)
+        engine.load_state_dict(Fork().state_dict())
+        torch.manual_seed(100)
+        first = Fork().state_dict()
+        return {"same": all(torch.equal(value, first[name]) for name, value in engine.state_dict().items())}
+
+
+def live_twice(rank: Rank) -> dict[str, Any]:
+    """A job: one engine is left by an exception on one rank, which the others are told of; another goes on."""
+    error = ""
+    try:
+        with made(rank, 3) as engine:
+            engine.backward(engine(batch(rank, 0), "left", nothing))
+            engine.step()
+            if rank.index == 1:
+                raise ZeroDivisionError
+            engine.backward(engine(batch(rank, 1), "left", nothing))
+            engine.step()
+    except ZeroDivisionError:
+        pass
+    except RanksError as caught:
+        error = str(caught)
+    with made(rank, 2) as engine:
+        loss = engine(batch(rank, 0), "left", nothing)
+        engine.backward(loss)
+        engine.step()
+    return {"error": error, "loss": float(loss.detach())}
+
+
 def die(rank: Rank, *, dead: int, stage: int, phase: str, how: str, fields: dict[str, Any]) -> dict[str, Any]:
     """A job: in step ``BAD_STEP`` the rank ``dead`` raises an exception or is killed; what the others are told."""
     global during_backward, during_step

@@ -39,6 +39,28 @@ def test_ranks_that_wait_for_different_things_end_with_what_each_waits_for(
         assert each["seconds"] < 20
 
 
+@pytest.mark.parametrize(("how", "expected"), [("rate", "lr=0.1 on rank 0 and lr=0.05 on rank 1"), ("skip", "step 3")])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_not_all_take_alike_is_taken_by_none(
+    stage: int, how: str, expected: str, ranks: RankServer
+) -> None:
+    for told in ranks.run("ranks_failures:step_otherwise", stage=stage, how=how):
+        assert expected in told["error"]
+        assert told["num_steps"] == 2
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_of_values_that_ranks_load_those_of_rank_0_count(stage: int, ranks: RankServer) -> None:
+    assert ranks.run("ranks_failures:load_own", stage=stage) == [{"same": True}] * 2
+
+
+def test_who_leaves_an_engine_is_missed_at_once_and_all_may_have_another(ranks: RankServer) -> None:
+    first, second = ranks.run("ranks_failures:live_twice")
+    assert "another rank has ended, or closed its engine" in first["error"]
+    assert second["error"] == ""
+    assert first["loss"] > 0
+
+
 @pytest.mark.parametrize("how", ["raise", "kill"])
 @pytest.mark.parametrize("phase", ["forward", "backward", "step", "between"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -142,7 +143,7 @@ def test_a_linear_layer_in_tiles_computes_the_same(
     """Outputs and gradients of parameters may be summed in another order; that of the input is a sum over tiles."""
     differences = compare(size, num_rows, num_tiles, dtype)
     eps = torch.finfo(dtype).eps
-    assert differences.pop("input") <= 2 * num_tiles * eps
+    assert differences.pop("input") <= 2 * (num_tiles + math.sqrt(num_rows)) * eps  # a sum over rows, cut otherwise
     assert max(differences.values()) <= 8 * eps, differences
 
 
