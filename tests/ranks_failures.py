@@ -94,9 +94,9 @@ def _part(rank: Rank, engine: infinity.Engine, where: str) -> None:
     engine.backward(loss)
     if is_other and where == "backward":
         engine.backward(engine(batch(rank, BAD_STEP), "left", nothing))
+    engine.step()
     if is_other and where == "state_dict":
         dict(engine.state_dict())
-    engine.step()
     engine.backward(engine(batch(rank, BAD_STEP), "left", nothing))
     engine.step()
     engine.synchronize()

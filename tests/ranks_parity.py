@@ -73,8 +73,9 @@ CASES = _cases()
 
 
 def hybrid_cases() -> list[Row]:
-    """Cases of the table on 4 ranks, of which two share the state."""
-    return [{**row, "sharing": "2"} for row in CASES if row["ranks"] == "4"]
+    """A case of the table on 4 ranks for each stage, where two share the state."""
+    by_stage = {row["stage"]: row for row in CASES if row["ranks"] == "4"}
+    return [{**row, "sharing": "2"} for row in by_stage.values()]
 
 
 def full_cross() -> Iterator[Row]:

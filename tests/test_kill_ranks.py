@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[1] / "bench" / "kill_ranks.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kills", "options"), [("12", []), ("2", ["--torchrun"])], ids=["forked", "torchrun"])
+@pytest.mark.parametrize(("kills", "options"), [("7", []), ("1", ["--torchrun"])], ids=["forked", "torchrun"])
 def test_ranks_that_are_killed_go_on_bit_for_bit(kills: str, options: list[str], tmp_path: Path) -> None:
     document = tmp_path / "kills.json"
     nvme = tmp_path / "nvme"
