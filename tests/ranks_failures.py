@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import infinity
@@ -150,6 +151,22 @@ def live_twice(rank: Rank) -> dict[str, Any]:
         engine.backward(loss)
         engine.step()
     return {"error": error, "loss": float(loss.detach())}
+
+
+def train_side_by_side(rank: Rank) -> dict[str, Any]:
+    """A job: every two ranks train a model of their own, in one directory."""
+    dist.init_process_group("gloo")
+    groups = [dist.new_group([start, start + 1]) for start in range(0, rank.num_ranks, 2)]
+    torch.manual_seed(rank.index)
+    model = Fork()
+    config = Config(device="cpu", hbm="1MiB", ram="8MiB", nvme=rank.directory, ranks_timeout_seconds=20.0)
+    group = groups[rank.index // 2]
+    with infinity.initialize(model, Stepping(model.parameters(), lr=0.1), config, process_group=group) as engine:
+        engine.backward(engine(batch(rank, 0), "left", nothing))
+        engine.step()
+        weights = {name: value for name, value in engine.state_dict().items() if name == "first.0.weight"}
+    dist.destroy_process_group()
+    return weights
 
 
 def die(rank: Rank, *, dead: int, stage: int, phase: str, how: str, fields: dict[str, Any]) -> dict[str, Any]:

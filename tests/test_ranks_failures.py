@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 
 from ranks_failures import BAD_STEP
 from ranks_harness import RankServer, ranks
@@ -60,6 +61,13 @@ def test_who_leaves_an_engine_is_missed_at_once_and_all_may_have_another(ranks: 
     assert "another rank has ended, or closed its engine" in first["error"]
     assert second["error"] == ""
     assert first["loss"] > 0
+
+
+def test_groups_of_ranks_train_side_by_side_in_one_directory(ranks: RankServer) -> None:
+    weights = [told["first.0.weight"] for told in ranks.run("ranks_failures:train_side_by_side", 4)]
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[2], weights[3])
+    assert not torch.equal(weights[0], weights[2])
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
