@@ -77,11 +77,8 @@ def is_with(frame: FrameType) -> bool:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:coroutine .* was never awaited:RuntimeWarning"
-)  # interrupted before it is submitted
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_at_any_line(tmp_path: Path, disk: FaultyDisk) -> None:  # noqa: F811
+def interrupt_everywhere(tmp_path: Path, disk: FaultyDisk) -> int:  # noqa: F811
+    """Ctrl-C at every so many lines of steps and commits; how many came."""
     at, num_interrupted, is_over = 1, 0, False
     with running(tmp_path, disk) as run:
         while not is_over:
@@ -101,8 +98,16 @@ def test_ctrl_c_at_any_line(tmp_path: Path, disk: FaultyDisk) -> None:  # noqa: 
                 run.step()
             at += EVERY
         check_state(run.engine)
-    assert num_interrupted > 10
-    gc.collect()  # coroutines that were never awaited are told of here
+    return num_interrupted
+
+
+@pytest.mark.filterwarnings(
+    "ignore:coroutine .* was never awaited:RuntimeWarning"
+)  # interrupted before it is submitted
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_any_line(tmp_path: Path, disk: FaultyDisk) -> None:  # noqa: F811
+    assert interrupt_everywhere(tmp_path, disk) > 10
+    gc.collect()  # coroutines that were never awaited are told of here, now that nothing of the run is left
 
 
 def raise_planned(*_: object) -> None:
