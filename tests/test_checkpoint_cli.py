@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 
 import infinity
 import infinity.__main__ as command_line
+from checkpoint_calls import answer, call
 from infinity.engine.persistence.stored_state import StoredState
 from infinity.store import pruning
 from infinity.store.manifest import manifest_name, tensors_name
@@ -37,22 +37,6 @@ def writer(tmp_path: Path) -> StateWriter:
     made.write(2, changed=[0, 2])
     made.write(3, changed=[0])
     return made
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        command_line.main(["checkpoint", *map(str, arguments)])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
-
-
-def answer(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
-    """What a command writes as JSON."""
-    capsys.readouterr()
-    assert call(*arguments, "--json", "-") == code
-    document = json.loads(capsys.readouterr().out)
-    assert isinstance(document, dict)
-    return document
 
 
 def flip(path: Path, offset: int) -> None:

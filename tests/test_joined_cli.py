@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-import infinity.__main__ as command_line
+from checkpoint_calls import answer, call
 from infinity.store.manifest import manifest_name
 from ranks_on_disk import model_of, write_ranks
 from states_on_disk import flat_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        command_line.main(["checkpoint", *map(str, arguments)])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
-
-
-def answer(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
-    capsys.readouterr()
-    assert call(*arguments, "--json", "-") == code
-    document = json.loads(capsys.readouterr().out)
-    assert isinstance(document, dict)
-    return document
 
 
 def test_ranks_are_described_together_and_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

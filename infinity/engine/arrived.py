@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.engine.placeholders import Placeholders
-from infinity.engine.unit import GRAD, Part, PartGradients
+from infinity.engine.unit import GRAD, OWN_GRAD, Part, PartGradients
 
 
 @dataclass(slots=True)
@@ -16,7 +16,7 @@ class Arrived:
     """The gradients of one part.
 
     Attributes:
-        kind: ``GRAD`` in the compute dtype, ``GRAD_SUM`` in that of sums.
+        kind: ``GRAD`` or ``OWN_GRAD`` in the compute dtype, ``GRAD_SUM`` or ``OWN_GRAD_SUM`` in that of sums.
         arrived: for each slot that has a gradient, the backward that brought the latest.
         backward: the backward that began the shard of this kind.
         flat: the pinned shard while it is open for writing.
@@ -37,7 +37,7 @@ class Arrived:
 
     def dtype_in(self, part: Part) -> torch.dtype:
         """What their shard is stored in."""
-        return part.compute_dtype if self.kind == GRAD else part.sum_dtype
+        return part.compute_dtype if self.kind in (GRAD, OWN_GRAD) else part.sum_dtype
 
     def hand_over(self, part: Part, positions: Iterable[int], inverses: Sequence[torch.Tensor]) -> PartGradients:
         """What a step of some slots takes, whose gradients have yet to be multiplied by ``inverses``, too."""

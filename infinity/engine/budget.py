@@ -253,7 +253,7 @@ def plan_for(
         states=states,
         sub_group_bytes=sub_group_bytes(config),
         largest_bytes=config.ram // 2 if config.sub_group_bytes is None else 0,
-        num_slices=slicing.num_slices,
+        num_slices=slicing.num_ranks,
     )
     parts = [slicing.stored(part) for unit in units for part in unit.parts]
     plan = Plan(units, parts, precision, with_masters, states_as(config.optimizer_states, parts), slicing)

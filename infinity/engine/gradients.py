@@ -40,7 +40,7 @@ import torch
 from infinity.engine.arrived import Arrived
 from infinity.engine.backwards import Backwards
 from infinity.engine.norms import Norms
-from infinity.engine.placeholders import Placeholders, refuse_away
+from infinity.engine.placeholders import Placeholders, refuse_away, refuse_sparse
 from infinity.engine.prefetch import TRAINING, PrefetchScheduler
 from infinity.engine.scaling import Scaling
 from infinity.engine.unit import GRAD, GRAD_SUM, Part, PartGradients, Slot, Unit
@@ -155,11 +155,7 @@ class GradientSink:
 
     def _take(self, part: Part, position: int, gradient: torch.Tensor) -> None:
         slot = part.slots[position]
-        if gradient.layout is not torch.strided:
-            raise ModelError(
-                f"parameter {slot.name}: got a gradient of layout {gradient.layout}, expected a dense one; "
-                "build its module with sparse=False"
-            )
+        refuse_sparse(slot, gradient)
         gradients = self._gradients.setdefault(part.index, Arrived(backward=self.backwards.current))
         if gradients.flat is None:
             self._open(part, gradients)
@@ -207,7 +203,7 @@ class GradientSink:
         if part.sum_dtype == part.compute_dtype or gradients.kind == GRAD_SUM:
             gradients.flat = self._pin(part, gradients)
         elif gradients.exists:
-            gradients.flat = self._promote(part, gradients)
+            gradients.flat = self._promote(part, gradients, GRAD_SUM)
         else:
             gradients.flat, gradients.kind = self._put(part, GRAD_SUM, part.sum_dtype), GRAD_SUM
         gradients.exists = True
@@ -357,7 +353,7 @@ class GradientSink:
         if gradients.kind == GRAD_SUM:
             return self._fetch(part, GRAD_SUM, part.sum_dtype)
         if part.sum_dtype != part.compute_dtype and gradients.backward != self.backwards.current:
-            return self._promote(part, gradients)
+            return self._promote(part, gradients, GRAD_SUM)
         return self._fetch(part, GRAD, part.compute_dtype)
 
     def _close(self, part: Part, gradients: Arrived) -> None:
@@ -367,20 +363,21 @@ class GradientSink:
         HEAP.make_room()
         self._loop.call_soon(self._release, part, gradients.kind)
 
-    def _promote(self, part: Part, gradients: Arrived) -> torch.Tensor:
-        narrow = self._fetch(part, GRAD, part.compute_dtype)
+    def _promote(self, part: Part, gradients: Arrived, kind: str) -> torch.Tensor:
+        """Have them in a shard of another kind, in the dtype of sums; pinned."""
+        before, narrow = gradients.kind, self._fetch(part, gradients.kind, part.compute_dtype)
         try:
-            wide = self._put(part, GRAD_SUM, part.sum_dtype)
+            wide = self._put(part, kind, part.sum_dtype)
         except BudgetError:
-            self._loop.call_soon(self._release, part, GRAD)
+            self._loop.call_soon(self._release, part, before)
             raise
         for position in gradients.arrived:
             slot = part.slots[position]
             slot.view(wide).copy_(slot.view(narrow))
         del narrow
-        gradients.kind = GRAD_SUM
-        self._loop.call_soon(self._release, part, GRAD)
-        self._loop.run(self._delete([part.key(GRAD)]))
+        gradients.kind = kind
+        self._loop.call_soon(self._release, part, before)
+        self._loop.run(self._delete([part.key(before)]))
         return wide
 
     def _put(self, part: Part, kind: str, dtype: torch.dtype) -> torch.Tensor:

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -90,21 +90,27 @@ def _open_mesh(device: torch.device, seconds: float, rows: Sequence[Sequence[int
     rank = dist.get_rank()
     row = next(row for row in rows if rank in row)
     column = [each[row.index(rank)] for each in rows]
-    leave = contextlib.ExitStack()
-    try:
-        device = _place(device)
-        everyone = [each for row in rows for each in row]
-        control = _group_of(everyone, timeout, "gloo", leave)
+    device, local_rank = _place(device), _number("LOCAL_RANK", "0")
+    with _opening() as leave:
+        control = _group_of([each for row in rows for each in row], timeout, "gloo", leave)
         data, replicas = (_group_of(ranks, timeout, None, leave) for ranks in (row, column))
         return Collectives(
             device,
             data,
             control,
-            local_rank=_number("LOCAL_RANK", "0"),
+            local_rank=local_rank,
             patience=timeout,
             close=leave.close,
             replicas=replicas if len(rows) > 1 else None,
         )
+
+
+@contextlib.contextmanager
+def _opening() -> Iterator[contextlib.ExitStack]:
+    """A context in which groups are made; they are left again if it fails."""
+    leave = contextlib.ExitStack()
+    try:
+        yield leave
     except BaseException:
         leave.close()
         raise
@@ -148,59 +154,31 @@ def open_process_group(
     """
     device, local_rank = _place(device), _number("LOCAL_RANK", "0")
     patience = datetime.timedelta(seconds=patience_seconds)
-    leave = contextlib.ExitStack()
-    try:
-        if not dist.is_initialized():
-            _join(device, datetime.timedelta(seconds=timeout_seconds))
-        data = group or _world()
+    if not dist.is_initialized():
+        _join(device, datetime.timedelta(seconds=timeout_seconds))
+    data = group or _world()
+    with _opening() as leave:
         control = _new_group(data, patience, "gloo", leave)
-        return Collectives(
-            device,
-            data,
-            control,
-            local_rank=local_rank,
-            patience=patience,
-            close=leave.close,
-        )
-    except BaseException:
-        leave.close()
-        raise
+        return Collectives(device, data, control, local_rank=local_rank, patience=patience, close=leave.close)
 
 
-def open_another(
-    collectives: Collectives,
-    *,
-    timeout_seconds: float = 60.0,
-    patience_seconds: float = 3600.0,
-) -> Collectives:
+def open_another(collectives: Collectives, *, seconds: float) -> Collectives:
     """Groups of their own for those who share the state, so that what they do has an order of its own.
 
     Every rank calls it at the same time.
 
     Args:
         collectives: those that there are.
-        timeout_seconds: how long ranks may be apart in a collective.
-        patience_seconds: how long at a barrier, or when facts are exchanged.
+        seconds: how long ranks may be apart.
 
     Raises:
         RanksError: not all came.
     """
-    timeout, patience = (datetime.timedelta(seconds=seconds) for seconds in (timeout_seconds, patience_seconds))
-    leave = contextlib.ExitStack()
-    try:
-        data = _new_group(collectives.group, timeout, None, leave)
-        control = _new_group(collectives.group, patience, "gloo", leave)
-        return Collectives(
-            collectives.device,
-            data,
-            control,
-            local_rank=collectives.local_rank,
-            patience=patience,
-            close=leave.close,
-        )
-    except BaseException:
-        leave.close()
-        raise
+    timeout = datetime.timedelta(seconds=seconds)
+    with _opening() as leave:
+        data, control = (_new_group(collectives.group, timeout, backend, leave) for backend in (None, "gloo"))
+        where, rank = collectives.device, collectives.local_rank
+        return Collectives(where, data, control, local_rank=rank, patience=timeout, close=leave.close)
 
 
 def open_control(collectives: Collectives, *, seconds: float) -> Collectives:
@@ -213,15 +191,11 @@ def open_control(collectives: Collectives, *, seconds: float) -> Collectives:
     Raises:
         RanksError: not all came.
     """
-    leave = contextlib.ExitStack()
-    patience = datetime.timedelta(seconds=seconds)
-    try:
-        control = _new_group(collectives.control, patience, "gloo", leave)
+    timeout = datetime.timedelta(seconds=seconds)
+    with _opening() as leave:
+        control = _new_group(collectives.control, timeout, "gloo", leave)
         where, rank = collectives.device, collectives.local_rank
-        return Collectives(where, control, control, local_rank=rank, patience=patience, close=leave.close)
-    except BaseException:
-        leave.close()
-        raise
+        return Collectives(where, control, control, local_rank=rank, patience=timeout, close=leave.close)
 
 
 def _new_group(

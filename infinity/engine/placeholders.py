@@ -64,3 +64,16 @@ def refuse_away(slot: Slot, gradient: torch.Tensor) -> None:
             f"parameter {slot.name}: its gradient was set to NaN throughout, which is what reading a gradient "
             "that is away gives; change gradients in a hook (param.register_hook), where their values are"
         )
+
+
+def refuse_sparse(slot: Slot, gradient: torch.Tensor) -> None:
+    """Refuse a gradient that is not dense.
+
+    Raises:
+        ModelError: it is not.
+    """
+    if gradient.layout is not torch.strided:
+        raise ModelError(
+            f"parameter {slot.name}: got a gradient of layout {gradient.layout}, expected a dense one; "
+            "build its module with sparse=False"
+        )

@@ -38,11 +38,6 @@ class Slicing:
         """Whether a gathered unit is kept until it changes."""
         return self.cuts_states and self.stage < 3
 
-    @property
-    def num_slices(self) -> int:
-        """Into how many slices the length of a part must divide."""
-        return self.num_ranks
-
     def stored(self, whole: Part) -> Part:
         """A part as this rank steps and stores it."""
         return whole.cut(self.rank, self.num_ranks) if self.cuts_states else whole

@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from infinity.engine.ranks.awaited import Awaited
 from infinity.errors import RankFailedError, RanksApartError
 from infinity.io.completion import call_in_thread
 from infinity.store.agreement import Agreement, Alone
@@ -101,7 +102,7 @@ class _Told:
     error: str | None
 
 
-class RanksAgreement(Ranks):
+class RanksAgreement(Awaited, Ranks):
     """The ranks of a run with several.
 
     Args:
@@ -112,25 +113,12 @@ class RanksAgreement(Ranks):
     """
 
     def __init__(self, group: Exchange, *, rank: int, num_ranks: int, path: str | os.PathLike[str]) -> None:
+        super().__init__()
         self.rank = rank
         self.num_ranks = num_ranks
         self._group = group
         self._path = Path(path)
         self._lost: BaseException | None = None
-        self.waits_for: str | None = None  # as ``watch.Waiting``
-        self.num_ended = self.num_awaited = 0
-
-    @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
-        """See ``Ranks``."""
-        self.num_awaited += 1
-        try:
-            yield
-        finally:
-            self.num_awaited -= 1
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing: the others end, and with them the exchange."""
 
     def check(self) -> None:
         """See ``Agreement``."""

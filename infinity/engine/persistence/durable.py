@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from infinity.engine.persistence.agreement import OneRank, Ranks
+from infinity.engine.persistence.agreement import Ranks
 from infinity.engine.persistence.capture import Capture, Taken
 from infinity.engine.persistence.checkpoint import CheckpointSaver
 from infinity.engine.persistence.documents import Reader, Writer
@@ -88,7 +88,6 @@ class Durable(Durability):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(Together(loop, ranks, state.files.path))
-        self._ranks = ranks or OneRank()
         self._loop = loop
         self._store = store
         self._scheduler = scheduler
@@ -220,7 +219,7 @@ class Durable(Durability):
     def _await(self, pending: Pending, made: concurrent.futures.Future[tuple[Commit, int]]) -> None:
         begun = time.perf_counter()
         try:
-            with self._ranks.awaited():
+            with self.together.ranks.awaited():
                 commit, written_bytes = self._loop.wait(made)  # an interrupt leaves it pending
         except Exception as error:
             is_uncertain = isinstance(error, UncertainCommitError)

@@ -3,7 +3,7 @@
 On one rank a prefetch is a guess that costs nothing when it is wrong or comes late. Over ranks it is a collective, in
 which all must take part in the same order. So nothing here may depend on what is ready when: each decision is made at a
 demand, a point of the program that is the same on all ranks, from what is the same on all ranks: the recorded order,
-what was demanded, released and stepped before, and the budget (the smallest of all ranks'). What differs in time (a
+what was demanded, released and stepped before, and the budget, which is that of all. What differs in time (a
 read, a step that has yet to end) is waited for by the collective, on the lane.
 
 A unit is *planned* from the moment when its gather is decided to the moment when another is decided to take its place,
@@ -76,7 +76,7 @@ class PlannedGathers:
         stream: the steps that change units.
         lane: runs the collectives.
         collectives: the lane's.
-        budget_bytes: the device memory of the rank that has the least.
+        budget_bytes: the device memory of each rank.
         depth: how many units ahead may be gathered.
         keeps: whether gathered units are kept as shards.
     """

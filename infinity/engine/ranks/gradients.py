@@ -28,6 +28,7 @@ import torch
 from infinity.engine.arrived import Arrived
 from infinity.engine.collectives import Collectives
 from infinity.engine.gradients import GradientSink
+from infinity.engine.placeholders import refuse_sparse
 from infinity.engine.ranks.lane import Lane
 from infinity.engine.ranks.own import OwnGradients, Reduction
 from infinity.engine.unit import GRAD_SUM, OWN_GRAD, OWN_GRAD_SUM, Part, PartGradients
@@ -94,11 +95,7 @@ class ReducedGradients(GradientSink):
     def arrive(self, part: Part, position: int, gradient: torch.Tensor) -> None:
         """Take a gradient of this rank's: as ``GradientSink.arrive``, of a whole part."""
         slot = part.slots[position]
-        if gradient.layout is not torch.strided:
-            raise ModelError(
-                f"parameter {slot.name}: got a gradient of layout {gradient.layout}, expected a dense one; "
-                "build its module with sparse=False"
-            )
+        refuse_sparse(slot, gradient)
         if self._own_since is None:
             self._own_since = self.backwards.current
         own = self._own.setdefault(part.index, self._new_own(part))
@@ -248,19 +245,7 @@ class ReducedGradients(GradientSink):
         is_wider = part.sum_dtype != part.compute_dtype and own.kind == OWN_GRAD
         if not is_wider or own.backward == self.backwards.current:
             return self._fetch(part, own.kind, own.dtype_in(part))
-        narrow = self._fetch(part, OWN_GRAD, part.compute_dtype)
-        try:
-            wide = self._put(part, OWN_GRAD_SUM, part.sum_dtype)
-        except BudgetError:
-            self._loop.call_soon(self._release, part, OWN_GRAD)
-            raise
-        for position in own.arrived:
-            slot = part.slots[position]
-            slot.view(wide).copy_(slot.view(narrow))
-        own.kind = OWN_GRAD_SUM
-        self._loop.call_soon(self._release, part, OWN_GRAD)
-        self._loop.run(self._delete([part.key(OWN_GRAD)]))
-        return wide
+        return self._promote(part, own, OWN_GRAD_SUM)
 
     def _close_whole(self, part: Part, own: OwnGradients) -> None:
         own.flat = None
@@ -335,9 +320,12 @@ class ReducedGradients(GradientSink):
 
     def _agree(self, completed: Sequence[int]) -> list[int]:
         """On the lane: the order of the next backward is that of rank 0 in this one."""
-        is_first = self._collectives.job_rank == 0
-        order = [*completed, *(index for index in self._order if index not in set(completed))]
-        said = self._collectives.exchange(order if is_first and order != self._order else None, "end of backward")
+        new: list[int] | None = None
+        if self._collectives.job_rank == 0:
+            seen = set(completed)
+            order = [*completed, *(index for index in self._order if index not in seen)]
+            new = order if order != self._order else None
+        said = self._collectives.exchange(new, "end of backward")
         return list(said[0]) if said[0] is not None else self._order
 
     def _take_in(self, room_bytes: int) -> None:

@@ -19,6 +19,7 @@ from infinity.engine.norms import GradientNorms, Norms
 from infinity.engine.persistence import agreement
 from infinity.engine.persistence.agreement import Ranks
 from infinity.engine.prefetch import Orders, PrefetchScheduler
+from infinity.engine.ranks.lane import CLOSED
 from infinity.engine.slicing import ALONE, Slicing
 from infinity.engine.stream import StepStream
 from infinity.engine.weights import WeightReader
@@ -44,7 +45,7 @@ class Job(ABC):
     config: Config
     device: torch.device
     slicing: Slicing
-    why_closed: str = "its engine was closed"
+    why_closed: str = CLOSED
     ranks: Ranks
 
     @abstractmethod

@@ -23,18 +23,22 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from infinity.engine.collectives import Collectives
+from infinity.engine.ranks.awaited import Awaited
 from infinity.errors import EngineStateError, RanksError
 
 T = TypeVar("T")
 
 _LEAVING_SECONDS = 5.0
 _POLL_SECONDS = 0.1
+
+CLOSED = "its engine was closed"
+"""What other ranks are told of one that takes part no more, unless it knows more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,25 +49,18 @@ class _Ticket(Generic[T]):
     done: Future[T]
 
 
-class Lane:
+class Lane(Awaited):
     """Runs collectives. ``submit`` is for any thread; callers order it.
 
     Args:
         collectives: what its calls use, and nobody else.
         name: of its thread.
-
-    Attributes:
-        waits_for: what it waits to agree on with other ranks.
-        num_ended: how many collectives have ended.
-        num_awaited: how many callers do nothing but wait for it.
     """
 
     def __init__(self, collectives: Collectives, name: str) -> None:
+        super().__init__()
         self._collectives = collectives
         self._tickets: queue.SimpleQueue[_Ticket[Any] | None] = queue.SimpleQueue()
-        self.waits_for: str | None = None
-        self.num_ended = 0
-        self.num_awaited = 0
         self._current: _Ticket[Any] | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -89,17 +86,14 @@ class Lane:
         self._tickets.put(_Ticket(what, work, ready, done))
         return done
 
-    @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
-        """A context in which somebody waits for what has been submitted, and does nothing else."""
-        self.num_awaited += 1
-        try:
-            yield
-        finally:
-            self.num_awaited -= 1
+    def run(self, what: str, work: Callable[[], T]) -> T:
+        """``submit``, and wait for its result."""
+        done = self.submit(what, work)
+        with self.awaited():
+            return done.result()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing will come of what it waits to agree on; whoever waits for that is told. Its thread may stay."""
+        """See ``Awaited``: whoever waits for what it has yet to agree on is told. Its thread may stay."""
         with self._lock:
             self._error = self._error or error
             if self._current is not None and self.waits_for is not None and not self._current.done.done():
@@ -110,7 +104,7 @@ class Lane:
         """Whether it waits for other ranks although it was closed."""
         return self._closed and self._thread.is_alive()
 
-    def close(self, why: str = "its engine was closed") -> None:
+    def close(self, why: str = CLOSED) -> None:
         """End it: what has not begun fails, here and on ranks that go on. Closing twice is harmless.
 
         Args:
@@ -150,7 +144,7 @@ class Lane:
         if ready is None:
             return None
         error = asyncio.CancelledError() if ready.cancelled() else ready.exception()
-        return EngineStateError("its engine was closed") if isinstance(error, asyncio.CancelledError) else error
+        return EngineStateError(CLOSED) if isinstance(error, asyncio.CancelledError) else error
 
     def _run(self, ticket: _Ticket[T]) -> None:
         try:

@@ -27,7 +27,7 @@ from infinity.engine.ranks.lane import Lane
 from infinity.engine.ranks.norms import RankNorms
 from infinity.engine.ranks.reading import JoiningReader
 from infinity.engine.ranks.scheduling import PlannedScheduler
-from infinity.engine.ranks.watch import Waiting, Watch
+from infinity.engine.ranks.watch import Watch
 from infinity.engine.slicing import Slicing
 from infinity.engine.stream import StepStream
 from infinity.engine.weights import WeightReader
@@ -80,18 +80,18 @@ class ManyRanks(Job):
             self.config = own.model_copy(update={"speculation": "off", "accumulation": "horizontal"})
             self.slicing = Slicing(collectives.rank, collectives.num_ranks, config.stage)
             seconds = config.ranks_timeout_seconds
-            self._gathering = open_another(collectives, timeout_seconds=seconds, patience_seconds=seconds)
+            self._gathering = open_another(collectives, seconds=seconds)
             self._leave.callback(self._gathering.close)
             agreeing = open_control(collectives, seconds=seconds)
             self._leave.callback(agreeing.close)  # commits meet beside training, in an order of their own
             place = own.nvme[0] if own.nvme else Path()
-            self.ranks = ranks = agreement.RanksAgreement(
+            agreed = self.ranks = agreement.RanksAgreement(
                 agreeing, rank=collectives.job_rank, num_ranks=collectives.job_size, path=place
             )
             self._gathers_lane = self._open_lane(self._gathering, "infinity-gathers")
             self._reductions_lane = self._open_lane(collectives, "infinity-reductions")
-            lanes: list[Waiting] = [self._gathers_lane, self._reductions_lane, ranks]
-            self._stop.callback(Watch(open_control(collectives, seconds=seconds), lanes).close)
+            watched = [*self._lanes, agreed]
+            self._stop.callback(Watch(open_control(collectives, seconds=seconds), watched).close)
         except BaseException:
             self.stop()
             self.leave()
@@ -104,10 +104,8 @@ class ManyRanks(Job):
             for part in plan.whole_parts
             for slot in part.slots
         ]
-        here, mine = (
-            self._reductions.job_rank,
-            [type(optimizer).__name__, len(layout), xxhash.xxh3_64_hexdigest(repr(layout).encode())],
-        )
+        here = self._reductions.job_rank
+        mine = [type(optimizer).__name__, len(layout), xxhash.xxh3_64_hexdigest(repr(layout).encode())]
         for rank, other in enumerate(self._exchange(mine, "comparing models")):
             if other != mine:
                 raise ModelError(
@@ -120,16 +118,9 @@ class ManyRanks(Job):
 
     def share(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """See ``Job``: as ``DistributedDataParallel`` does it, in place."""
-        if not value.is_contiguous() or value.device.type != self._reductions.device.type:
-            shared = value.to(self._reductions.device).contiguous()
-            self._reductions_lane.submit(
-                f"sharing {name}", lambda: self._reductions.share(shared, phase=f"sharing {name}")
-            ).result()
-            return value.copy_(shared)
-        self._reductions_lane.submit(
-            f"sharing {name}", lambda: self._reductions.share(value, phase=f"sharing {name}")
-        ).result()
-        return value
+        shared, phase = value.to(self.device).contiguous(), f"sharing {name}"
+        self._reductions_lane.run(phase, lambda: self._reductions.share(shared, phase=phase))
+        return value if shared is value else value.copy_(shared)
 
     def common(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """See ``Job``."""
@@ -228,9 +219,7 @@ class ManyRanks(Job):
             if len(set(self._reductions.exchange(digest, phase))) > 1:
                 raise RanksError(f"{phase}: {different_values(self._reductions.exchange(values, phase))}")
 
-        compared = self._reductions_lane.submit(phase, compare)
-        with self._reductions_lane.awaited():
-            compared.result()
+        self._reductions_lane.run(phase, compare)
 
     def all_have(self, has: bool) -> bool:
         """See ``Job``."""
@@ -251,18 +240,9 @@ class ManyRanks(Job):
             self._leave.pop_all()  # a group in which a thread waits cannot be left; the process' end does it
         self._leave.close()
 
-    def exchange(self, fact: Any, phase: str) -> list[Any]:
-        """What each rank has to say, in the place of the program where all ranks call it.
-
-        Raises:
-            RanksError: another rank has ended, has failed or does something else.
-        """
-        return self._exchange(fact, phase)
-
     def _exchange(self, fact: Any, phase: str) -> list[Any]:
-        said = self._reductions_lane.submit(phase, lambda: self._reductions.exchange(fact, phase))
-        with self._reductions_lane.awaited():
-            return said.result()
+        """What each rank has to say, in the place of the program where all ranks call it."""
+        return self._reductions_lane.run(phase, lambda: self._reductions.exchange(fact, phase))
 
     def _open_lane(self, collectives: Collectives, name: str) -> Lane:
         lane = Lane(collectives, name)

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from infinity.engine.unit import OWN_GRAD, Part
+from infinity.engine.arrived import Arrived
+from infinity.engine.unit import Part
 
 
-@dataclass(slots=True, eq=False)
-class OwnGradients:
+@dataclass(slots=True)
+class OwnGradients(Arrived):
     """This rank's own gradients of a part since they were last reduced.
 
     Attributes:
-        kind: the kind of shard: in the dtype that computes, or in that of sums.
-        arrived: for each slot that has one, the backward that brought the latest.
-        flat: the pinned shard while it is open for writing.
-        pending: slots whose gradient this backward has yet to bring.
-        exists: whether there is a shard.
-        backward: the backward that began it.
         is_complete: whether this backward has brought all there can be.
     """
 
-    kind: str
-    arrived: dict[int, int] = field(default_factory=dict)
-    flat: torch.Tensor | None = None
-    pending: set[int] = field(default_factory=set)
-    exists: bool = False
-    backward: int = 0
     is_complete: bool = False
-
-    def dtype_in(self, part: Part) -> torch.dtype:
-        """What the shard is stored in."""
-        return part.compute_dtype if self.kind == OWN_GRAD else part.sum_dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)

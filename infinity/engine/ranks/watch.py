@@ -14,30 +14,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from infinity.engine.collectives import Collectives
+from infinity.engine.ranks.awaited import Awaited
 from infinity.errors import RanksError
 
 _SECONDS = 1.0
-
-
-class Waiting(Protocol):
-    """Something on which a rank waits for others: a lane, or what agrees on commits.
-
-    Attributes:
-        waits_for: what for, while it waits for other ranks.
-        num_ended: how many waits are over.
-        num_awaited: how many callers do nothing but wait for it.
-    """
-
-    waits_for: str | None
-    num_ended: int
-    num_awaited: int
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing will come of it: tell whoever waits."""
-        ...
 
 
 class Watch:
@@ -48,7 +31,7 @@ class Watch:
         lanes: what this rank may wait on.
     """
 
-    def __init__(self, collectives: Collectives, lanes: Sequence[Waiting]) -> None:
+    def __init__(self, collectives: Collectives, lanes: Sequence[Awaited]) -> None:
         self._collectives = collectives
         self._lanes = lanes
         self._ended = threading.Event()
