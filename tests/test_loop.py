@@ -152,6 +152,31 @@ def test_close_cancels_and_joins_what_is_left() -> None:
     assert all(child.done() for child in children)
 
 
+@pytest.mark.parametrize("num_turns", range(8))
+def test_close_joins_what_the_end_of_others_calls_back(num_turns: int) -> None:
+    """However many turns of the loop later a callback begins another task: it is ended, or never begun."""
+    begun: list[asyncio.Task[None]] = []
+
+    def begin(num_turns: int) -> None:
+        running = asyncio.get_running_loop()
+        if num_turns:
+            running.call_soon(begin, num_turns - 1)
+        else:
+            begun.append(running.create_task(for_ever()))
+
+    async def calling_back() -> None:
+        try:
+            await for_ever()
+        finally:
+            begin(num_turns)
+
+    loop = LoopThread()
+    loop.submit(calling_back())
+    loop.run(add(0, 0))
+    loop.close()
+    assert all(task.done() for task in begun)
+
+
 def test_what_was_submitted_before_close_is_not_forgotten() -> None:
     """However the two meet, every future ends, and no coroutine is left unawaited."""
     for _ in range(20):

@@ -73,6 +73,8 @@ class LoopThread:
                 self._closed = True
             try:
                 self._loop.run_until_complete(self._drain())
+                while asyncio.all_tasks(self._loop):  # begun by what the end of the others has called back
+                    self._loop.run_until_complete(self._drain())
                 self._loop.close()
             finally:
                 self._ended.set_result(None)
