@@ -36,7 +36,6 @@ import torch
 from pydantic import ByteSize, TypeAdapter
 
 from infinity.bench.fio import Fio, find_fio
-from infinity.bench.machine import cpu_name
 from infinity.bench.results import GB, Run
 from infinity.errors import ConfigError, StorageError
 from infinity.io.backend import Backend, File, Priority
@@ -44,6 +43,7 @@ from infinity.io.completion import call_in_thread
 from infinity.io.memory import HUGE_PAGE_BYTES, allocate, as_bytes
 from infinity.io.open import open_backend
 from infinity.io.tasks import gather_all
+from infinity.machine.memory import cpu_name
 
 MIB = 1 << 20
 REQUEST_BYTES = 64 * MIB

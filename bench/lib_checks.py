@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from infinity.bench.machine import available_memory_bytes
 from infinity.console.formats import format_bytes
+from infinity.machine.memory import available_memory_bytes
 
 _COMPARE = {"<=": operator.le, ">=": operator.ge}
 

@@ -24,10 +24,10 @@ import torch
 from lib_work import LEARNING_RATE, Batch, Work, work_of_tokens
 
 import infinity
-from infinity.bench.machine import cpu_name
 from infinity.config import Config, Precision
 from infinity.engine.engine import Engine
 from infinity.errors import BudgetError
+from infinity.machine.memory import cpu_name
 from infinity.train.model import GPT, Block, GPTShape
 from infinity.train.plain import PlainTrainer
 from infinity.train.trainer import Trainer

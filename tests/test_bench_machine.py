@@ -11,17 +11,13 @@ import pytest
 import torch
 
 from infinity.bench.cautions import host_cautions, machine_cautions, path_cautions, result_cautions, run_cautions
-from infinity.bench.host import Host, Observation, host_facts, observe
-from infinity.bench.machine import (
-    PathFacts,
-    available_memory_bytes,
-    machine_document,
-    matmul_tflops,
-    parse_mounts,
-    path_facts,
-)
+from infinity.bench.host import Observation, observe
+from infinity.bench.machine import machine_document, matmul_tflops
 from infinity.bench.results import GB, Result, Run
 from infinity.io.open import Choice
+from infinity.machine.host import Host, host_facts
+from infinity.machine.memory import available_memory_bytes
+from infinity.machine.paths import PathFacts, parse_mounts, path_facts
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -19,7 +19,6 @@ from fakes_bench import KIB, MIB, POINTS, Harness, environment, opener
 from fakes_io import HookedSyscalls, Operation
 from infinity.__main__ import command_names, main
 from infinity.bench.baseline import read_baseline
-from infinity.bench.machine import path_facts
 from infinity.bench.results import Report
 from infinity.bench.run import RegressionError
 from infinity.config import BackendName, Config
@@ -27,6 +26,7 @@ from infinity.errors import DirectoryError
 from infinity.io.backend import Backend
 from infinity.io.open import Choice
 from infinity.io.syscalls import Syscalls
+from infinity.machine.paths import path_facts
 
 FILE_ROUTES = ["nvme->host", "host->nvme", "nvme<->host"]
 MEMORY_ROUTES = ["memcpy", "optimizer", "checksum"]

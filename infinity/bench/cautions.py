@@ -8,19 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from infinity.bench.host import Host, Observation
-from infinity.bench.machine import PathFacts
+from infinity.bench.host import Observation
 from infinity.bench.results import GB, Result, best_results
 from infinity.console.formats import format_bytes
+from infinity.machine.host import Host
+from infinity.machine.paths import IN_MEMORY, VIRTUAL_DEVICES, PathFacts, not_nvme
 
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-_OVERLAID = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs", "unionfs"})
-_REMOTE = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "gpfs", "afs", "9p", "virtiofs"}
-)
-_REMOTE_IN_USER_SPACE = ("fuse.glusterfs", "fuse.sshfs", "fuse.s3", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs")
-_MEMORY_DEVICES = ("/dev/zram", "/dev/ram")
-_VIRTUAL_DEVICES = ("/dev/vd", "/dev/xvd")
 _BUSY_LOAD_PER_CORE = 0.5
 _LITTLE_MEMORY_BYTES = 2 << 30
 _LITTLE_SWAP_BYTES = 256 << 20
@@ -132,7 +125,7 @@ def result_cautions(results: Sequence[Result], facts: Sequence[PathFacts]) -> It
     """
     ours = [result for result in results if not result.reference and result.path is None and result.runs]
     best = best_results(ours)
-    if all(fact.filesystem in _IN_MEMORY for fact in facts):
+    if all(fact.filesystem in IN_MEMORY for fact in facts):
         return  # it is memory, which another caution says
     cache = "the host's memory behind the virtual disk" if _is_virtual(facts) else "the drive's own cache"
     yield from _cached_writes(best, ours, cache)
@@ -205,40 +198,13 @@ def _others_io(before: Observation, after: Observation) -> Iterator[str]:
 
 
 def _is_virtual(facts: Sequence[PathFacts]) -> bool:
-    return any((fact.device or "").startswith(_VIRTUAL_DEVICES) for fact in facts)
+    return any((fact.device or "").startswith(VIRTUAL_DEVICES) for fact in facts)
 
 
 def _cautions(fact: PathFacts) -> Iterator[str]:
     """At most one about what the path is on; and whether it can be written."""
-    if "ro" in (fact.options or "").split(",") and fact.filesystem not in _IN_MEMORY:
+    if "ro" in (fact.options or "").split(",") and fact.filesystem not in IN_MEMORY:
         yield f"it is mounted read-only ({fact.describe()}): remount it for writing, or give another directory"
-    what, repair = _not_nvme(fact)
+    what, repair = not_nvme(fact)
     if what:
         yield f"{what} ({fact.describe()}); {repair}"
-
-
-def _not_nvme(fact: PathFacts) -> tuple[str, str]:
-    """What is there instead of local NVMe, and what to do; empty where it is NVMe."""
-    filesystem, device = fact.filesystem, fact.device or "its device"
-    local = "give a directory on local NVMe"
-    if filesystem is None:
-        return "the system does not say which file system this is", f"is /proc mounted? Else {local}"
-    if filesystem in _IN_MEMORY or device.startswith(_MEMORY_DEVICES):
-        name = filesystem if filesystem in _IN_MEMORY else device
-        return f"{name} is memory, not a disk: what is kept here takes RAM, and these figures are the RAM's", local
-    if filesystem in _OVERLAID:
-        return f"{filesystem} is a container's layered file system", "give a directory on a mounted volume"
-    if filesystem in _REMOTE or filesystem.startswith(_REMOTE_IN_USER_SPACE):
-        return f"{filesystem} is a network or shared file system: expect it to be slow, and others to slow it", local
-    if device.startswith(_VIRTUAL_DEVICES):
-        hint = "ask your provider; local NVMe is often a disk of its own (lsblk)"
-        return f"{device} is a virtual disk, which does not say whether it is NVMe underneath", hint
-    if fact.rotational:
-        return f"{device} is a rotating disk, or says so: expect far less than of NVMe", local
-    if fact.nvme is False:
-        return f"{device} is not NVMe", local
-    if fact.nvme is None:
-        return f"the system does not say what device is under {filesystem}, nor whether it is NVMe", "see lsblk"
-    if fact.transport is not None and set(fact.transport.split(", ")) - {"pcie"}:
-        return f"{device} is NVMe over a network ({fact.transport}): others may slow it", local
-    return "", ""

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity.bench.machine import available_memory_bytes
 from infinity.bench.passes import InterruptedRunError
 from infinity.bench.pattern import Pattern
 from infinity.bench.results import Latency, Result, Run
@@ -30,6 +29,7 @@ from infinity.engine.collectives import Collectives
 from infinity.engine.meeting import open_process_group, started_as_ranks
 from infinity.errors import RanksError
 from infinity.io.memory import allocate
+from infinity.machine.memory import available_memory_bytes
 
 ALL_GATHER = "all-gather"
 REDUCE_SCATTER = "reduce-scatter"

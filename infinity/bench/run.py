@@ -20,8 +20,8 @@ from rich.console import Console
 from infinity.bench.baseline import Baseline, Comparison, compare, read_baseline
 from infinity.bench.cautions import host_cautions, machine_cautions, path_cautions, result_cautions, run_cautions
 from infinity.bench.fio import find_fio
-from infinity.bench.host import host_facts, observe
-from infinity.bench.machine import PathFacts, available_memory_bytes, machine_document, matmul_tflops, path_facts
+from infinity.bench.host import observe
+from infinity.bench.machine import machine_document, matmul_tflops
 from infinity.bench.measure import Measurement
 from infinity.bench.peer import Peer
 from infinity.bench.plot import check_plot, write_plot
@@ -42,6 +42,9 @@ from infinity.console.interrupt import StopRequest
 from infinity.console.output import STANDARD_OUTPUT, check_output, is_plain, write_json
 from infinity.io.completion import call_in_thread
 from infinity.io.open import open_backend
+from infinity.machine.host import host_facts
+from infinity.machine.memory import available_memory_bytes
+from infinity.machine.paths import PathFacts, path_facts
 from infinity.rank_paths import nvme_for_rank
 from infinity.store.volumes import OpenBackend
 
