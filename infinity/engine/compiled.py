@@ -83,12 +83,17 @@ def _check_inductor(device: torch.device) -> None:
                 f"compile: torch._inductor.config.{setting} is on, which keeps addresses or values of parameters, "
                 "which come and go; switch it off"
             )
-    missing = _missing_for_cpu() if device.type == "cpu" else _missing_for_accelerators()
+    missing = missing_for_compiling(device)
     if missing is not None:
         raise ConfigError(
             f"compile: compile_backend='inductor' needs {missing}; or use compile_backend='aot_eager', which compiles "
             "no kernels, or compile=False"
         )
+
+
+def missing_for_compiling(device: torch.device) -> str | None:
+    """What Inductor lacks here to make kernels for a device, and how to get it, in words; ``None``: nothing."""
+    return _missing_for_cpu() if device.type == "cpu" else _missing_for_accelerators()
 
 
 def _missing_for_cpu() -> str | None:

@@ -29,6 +29,16 @@ def started_as_ranks() -> bool:
     return "RANK" in os.environ and _number("WORLD_SIZE", "1") > 1
 
 
+def collectives_library(device: torch.device) -> str | None:
+    """The library for collectives between such devices; ``None`` where this build of torch has none.
+
+    Args:
+        device: its type counts.
+    """
+    backend = dist.Backend.default_device_backend_map.get(device.type) if dist.is_available() else None
+    return backend if backend is not None and dist.is_backend_available(backend) else None
+
+
 def meet(
     device: torch.device,
     *,
@@ -241,8 +251,8 @@ def _join(device: torch.device, timeout: datetime.timedelta) -> None:
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
         raise ConfigError(f"{', '.join(missing)}: not set, so there are no ranks to meet; start with torchrun")
-    backend = dist.Backend.default_device_backend_map.get(device.type)
-    if backend is None or not dist.is_backend_available(backend):
+    backend = collectives_library(device)
+    if backend is None:
         raise ConfigError(f"this build of torch has no library for collectives between {device.type} devices")
     rank, num_ranks = _number("RANK"), _number("WORLD_SIZE")
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

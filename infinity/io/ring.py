@@ -41,6 +41,7 @@ import os
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,7 @@ _MAX_SEGMENTS = 1024  # IOV_MAX
 _PAUSE_SECONDS = 0.001
 
 _DISABLED = Path("/proc/sys/kernel/io_uring_disabled")
+_STATUS = Path("/proc/self/status")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -204,32 +206,68 @@ class Ring:
         return ended
 
 
-def refusal(error: OSError) -> str:
-    """Why the kernel refused a ring, and what would help, in words.
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a process gets no io_uring.
+
+    Attributes:
+        reason: in words.
+        repair: what would help, in words.
+        command: the same for a shell; ``None`` where there is none.
+    """
+
+    reason: str
+    repair: str
+    command: str | None = None
+
+
+def explain_refusal(error: OSError) -> Refusal:
+    """Why the kernel refused a ring.
 
     Args:
         error: what ``Ring`` raised.
     """
-    if error.errno == errno.EPERM:
+    code, is_filtered = error.errno, _is_filtered()
+    if code == errno.EPERM:
         disabled = _DISABLED.read_text().strip() if _DISABLED.exists() else "0"
         if disabled != "0":
-            return (
-                f"io_uring is switched off on this machine (kernel.io_uring_disabled={disabled}); "
-                "an administrator can allow it: sysctl kernel.io_uring_disabled=0"
-            )
-        return (
-            "io_uring is forbidden here, most likely by the seccomp filter of a container (Docker's default is one); "
-            "run it with a profile that allows io_uring_setup and io_uring_enter"
+            reason = f"io_uring is switched off on this machine (kernel.io_uring_disabled={disabled})"
+            return Refusal(reason, "an administrator can allow it", "sysctl kernel.io_uring_disabled=0")
+        by = "the seccomp filter" if is_filtered else "a security module (SELinux, AppArmor) or the seccomp filter"
+        return Refusal(
+            f"io_uring is forbidden here, most likely by {by} of a container (Docker's default is one)",
+            "run it with a profile that allows io_uring_setup and io_uring_enter",
+            "docker run --security-opt seccomp=docker/seccomp.json",
         )
-    if error.errno in (errno.ENOSYS, errno.EINVAL):
-        return (
-            "this kernel has no io_uring, or one that is too old (Linux 5.7 or later is needed), or a sandbox hides it"
+    if code in (errno.ENOSYS, errno.EINVAL):
+        return Refusal(
+            "this kernel has no io_uring, or one that is too old (Linux 5.7 or later is needed), or a sandbox hides it",
+            "run it outside of the sandbox" if is_filtered else "boot a newer kernel",
         )
-    if error.errno == errno.ENOMEM:
-        return "no memory that may be locked for an io_uring: raise the memlock limit (ulimit -l)"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "no descriptors are left for an io_uring: raise the limit (ulimit -n)"
-    return f"no io_uring: {error.strerror}"
+    if code == errno.ENOMEM:
+        reason, repair = "no memory that may be locked for an io_uring", "raise the memlock limit (ulimit -l)"
+        return Refusal(reason, repair, "ulimit -l unlimited")
+    if code in (errno.EMFILE, errno.ENFILE):
+        return Refusal("no descriptors are left for an io_uring", "raise the limit (ulimit -n)", "ulimit -n 65536")
+    return Refusal(f"no io_uring: {error.strerror}", "use io_backend='threads'")
+
+
+def refusal(error: OSError) -> str:
+    """Why the kernel refused a ring, and what would help, in one line.
+
+    Args:
+        error: what ``Ring`` raised.
+    """
+    why = explain_refusal(error)
+    return f"{why.reason}: {why.repair}" + (f" ({why.command})" if why.command else "")
+
+
+def _is_filtered() -> bool:
+    """Whether a seccomp filter judges this process's system calls."""
+    try:
+        return "\nSeccomp:\t2\n" in _STATUS.read_text()
+    except OSError:
+        return False
 
 
 def _setup(num_entries: int) -> tuple[int, Sequence[int]]:

@@ -96,7 +96,7 @@ def path_facts(path: Path, *, mountinfo: Path = _MOUNTINFO, block_devices: Path 
         mountinfo: the kernel's list of mounts.
         block_devices: where block devices are listed by number.
     """
-    mount = _mount_of(path.resolve(), mountinfo)
+    mount = mount_of(path, mountinfo=mountinfo)
     if mount is None:
         return PathFacts(str(path))
     device = _block_device(mount, block_devices)
@@ -121,6 +121,16 @@ def path_facts(path: Path, *, mountinfo: Path = _MOUNTINFO, block_devices: Path 
         largest_request_bytes=None if largest_kib is None else largest_kib << 10,
         numa_node=nodes.pop() if len(nodes) == 1 else None,
     )
+
+
+def mount_of(path: Path, *, mountinfo: Path = _MOUNTINFO) -> Mount | None:
+    """The mount with the longest mount point above ``path``; of several on one point, the last, which hides others."""
+    path = path.resolve()
+    found: Mount | None = None
+    for mount in parse_mounts(read_text(mountinfo) or ""):
+        if path.is_relative_to(mount.point) and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
+    return found
 
 
 def parse_mounts(text: str) -> Iterator[Mount]:
@@ -159,15 +169,6 @@ def not_nvme(fact: PathFacts) -> tuple[str, str]:
     if fact.transport is not None and set(fact.transport.split(", ")) - {"pcie"}:
         return f"{device} is NVMe over a network ({fact.transport}): others may slow it", local
     return "", ""
-
-
-def _mount_of(path: Path, mountinfo: Path) -> Mount | None:
-    """The mount with the longest mount point above ``path``; of several on one point, the last, which hides others."""
-    found: Mount | None = None
-    for mount in parse_mounts(read_text(mountinfo) or ""):
-        if path.is_relative_to(mount.point) and (found is None or len(mount.point) >= len(found.point)):
-            found = mount
-    return found
 
 
 def _block_device(mount: Mount, block_devices: Path) -> Path | None:
