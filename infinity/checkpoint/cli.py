@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, get_args
 
 import torch
@@ -21,6 +18,7 @@ from infinity.checkpoint.describe import describe, lines_of
 from infinity.checkpoint.moving import Moving, format_moved
 from infinity.checkpoint.verify import verify
 from infinity.console.formats import format_bytes
+from infinity.console.interrupt import ended_by_signals
 from infinity.console.output import STANDARD_OUTPUT, OutputConsole, write_json
 from infinity.engine.persistence.exporting import DtypeName, Exporter
 from infinity.engine.persistence.tensor_files import check_output
@@ -104,7 +102,7 @@ def export_command(
     if dtype not in get_args(DtypeName):
         raise ConfigError(f"--dtype: expected one of {', '.join(get_args(DtypeName))}, got {dtype!r}")
     chosen: Any = dtype
-    with opened([directory, *(also or [])], number, console) as state, _ended_by_signals():
+    with opened([directory, *(also or [])], number, console) as state, ended_by_signals():
         exporter = Exporter(
             state,
             dtype=chosen,
@@ -234,18 +232,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """A signal that ends the process lets it clean up first."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    former = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for each, handler in former.items():
-            signal.signal(each, handler)

@@ -1,12 +1,17 @@
 """``StopRequest``: Ctrl-C and SIGTERM end a run after the step in progress, and a second one ends it at once.
 
+``ended_by_signals`` is for what has no steps: all that it does is undone.
+
 The handler only notes the signal, or raises: printing from it could meet a print in progress. Closing is shielded,
 since what closes the engine must itself not be cut short.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -52,3 +57,18 @@ class StopRequest:
         if again and not self._shielded:
             self._shielded = True
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """A signal that ends the process lets it clean up first."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    former = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, handler)

@@ -14,7 +14,7 @@ _MOUNTINFO = Path("/proc/self/mountinfo")
 _BLOCK_DEVICES = Path("/sys/dev/block")
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-_OVERLAID = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs", "unionfs"})
+OVERLAID = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs", "unionfs"})
 _REMOTE = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "gpfs", "afs", "9p", "virtiofs"}
 )
@@ -153,7 +153,7 @@ def not_nvme(fact: PathFacts) -> tuple[str, str]:
     if filesystem in IN_MEMORY or device.startswith(_MEMORY_DEVICES):
         name = filesystem if filesystem in IN_MEMORY else device
         return f"{name} is memory, not a disk: what is kept here takes RAM, and these figures are the RAM's", local
-    if filesystem in _OVERLAID:
+    if filesystem in OVERLAID:
         return f"{filesystem} is a container's layered file system", "give a directory on a mounted volume"
     if filesystem in _REMOTE or filesystem.startswith(_REMOTE_IN_USER_SPACE):
         return f"{filesystem} is a network or shared file system: expect it to be slow, and others to slow it", local

@@ -1,0 +1,1 @@
+"""Say what this machine offers to training, what is slow or missing, and the command that mends it."""
