@@ -28,11 +28,11 @@ from infinity.machine.paths import PathFacts
 
 GB = 10**9
 
-PLACE = Place(Host(numa_nodes=1), is_root=False)
-CONTAINER = Place(Host(container="docker"), is_root=False)
+PLACE = Place(Host(numa_nodes=1))
+CONTAINER = Place(Host(container="docker"))
 SOFTWARE = Software((3, 12, 1), "/usr/bin/python3", "Linux 6.8", "x86_64", "0.1.0", Path("/venv/infinity"))
 TORCH = Torch("2.9.0+cu130", "CUDA 13.0", 8)
-ACCELERATOR = Accelerator("H200", 8, 150 * GB, 149 * GB, "580.1")
+ACCELERATOR = Accelerator("H200", 8, 150 * GB, 149 * GB, "580.1", pins=True)
 PROCESSORS = Processors("EPYC", 64, Cores(64), 32)
 MEMORY = Memory(512 * GB, 500 * GB)
 PAGES = HugePages("madvise", True, 1.0)

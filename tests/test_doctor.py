@@ -108,7 +108,7 @@ URING_OFF = "sysctl kernel.io_uring_disabled=0"
         ),
         ({"accelerator": replace(ACCELERATOR, free_bytes=GB)}, "accelerator", "slow", "nvidia-smi"),
         (
-            {"accelerator": replace(ACCELERATOR, pin_fault="out of memory")},
+            {"accelerator": replace(ACCELERATOR, pins=False, pin_fault="out of memory")},
             "pinned memory",
             "missing and essential",
             "ulimit -l unlimited",

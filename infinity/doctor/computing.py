@@ -54,7 +54,7 @@ def judge_accelerator(accelerator: Accelerator, place: Place) -> Iterator[Findin
             memlock_repairs(place),
             essential=True,
         )
-    elif accelerator.fault is None:
+    elif accelerator.pins:
         yield good("pinned memory", "host memory can be pinned")
 
 

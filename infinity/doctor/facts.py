@@ -64,7 +64,8 @@ class Accelerator:
         driver: version of the driver.
         unused: an accelerator that is in the machine though torch finds none.
         fault: of a small forward and backward on it.
-        pin_fault: of pinning host memory.
+        pins: whether host memory could be pinned for it; ``None``: not tried.
+        pin_fault: of that.
     """
 
     name: str | None = None
@@ -74,6 +75,7 @@ class Accelerator:
     driver: str | None = None
     unused: str | None = None
     fault: str | None = None
+    pins: bool | None = None
     pin_fault: str | None = None
 
 
@@ -227,7 +229,6 @@ class Place:
     """Where all this runs: a machine, a virtual one, a container. Repairs depend on it."""
 
     host: Host
-    is_root: bool
 
     @property
     def in_container(self) -> bool:

@@ -62,7 +62,7 @@ class View:
 
     def place(self) -> Place:
         """Where this is."""
-        return Place(host_facts(self._root), is_root=os.geteuid() == 0)
+        return Place(host_facts(self._root))
 
     def software(self) -> Software:
         """The programs."""
@@ -88,6 +88,7 @@ class View:
         if device.type == "cpu":
             return Accelerator(unused=_unused_accelerator(self._root))
         properties = getattr(torch, device.type).get_device_properties(0)
+        pin_fault = _fault_of_pinning() if device.type == "cuda" else None
         free: int | None = None
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(0)
@@ -98,7 +99,8 @@ class View:
             free_bytes=free,
             driver=_driver(self._root),
             fault=_fault_of_training(device),
-            pin_fault=_fault_of_pinning() if device.type == "cuda" else None,
+            pins=None if device.type != "cuda" else pin_fault is None,
+            pin_fault=pin_fault,
         )
 
     def processors(self) -> Processors:
