@@ -102,6 +102,21 @@ def test_the_drive_and_how_it_is_driven(facts_of: Callable[[str], PathFacts]) ->
     assert (fabric.rotational, fabric.firmware, fabric.numa_node, fabric.largest_request_bytes) == (None,) * 4
 
 
+def test_devices_that_a_container_hides_are_unknown(
+    facts_of: Callable[[str], PathFacts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = os.stat
+
+    def hidden(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if "/block/" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", hidden)
+    monkeypatch.setattr(os, "access", lambda path, _: "/block/" not in str(path))
+    assert facts_of("/x") == PathFacts("/x", "/dev/nvme0n1p1", "ext4", "rw,relatime,discard")
+
+
 def test_mounts_are_found_as_the_kernel_writes_them(facts_of: Callable[[str], PathFacts], tmp_path: Path) -> None:
     assert facts_of("/mnt/a b/c") == PathFacts("/mnt/a b/c", "none", "tmpfs", "ro,noatime,rw,size=1k")
     assert facts_of("/mnt/nfs").device == "/dev/nvme0n1"  # the mount on top of another hides it

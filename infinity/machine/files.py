@@ -1,7 +1,8 @@
-"""Small files of /proc and /sys; nothing here fails where one is missing."""
+"""Small files of /proc and /sys; nothing here fails where one is missing, or hidden from this user by a container."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -19,6 +20,11 @@ def read_integer(*files: Path) -> int | None:
         if text is not None and re.fullmatch(r"-?\d+", text):
             return int(text)
     return None
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path exists and can be seen."""
+    return os.access(path, os.F_OK)
 
 
 def read_text(file: Path) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.machine.files import chosen, read_integer, read_text
+from infinity.machine.files import chosen, is_there, read_integer, read_text
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _BLOCK_DEVICES = Path("/sys/dev/block")
@@ -181,20 +181,20 @@ def _block_device(mount: Mount, block_devices: Path) -> Path | None:
             return None
         number = f"{os.major(device)}:{os.minor(device)}"
     directory = block_devices / number
-    if not directory.exists():
+    if not is_there(directory):
         return None
     directory = directory.resolve()
-    return directory.parent if (directory / "partition").exists() else directory
+    return directory.parent if is_there(directory / "partition") else directory
 
 
 def _leaves(device: Path) -> Iterator[Path]:
     """The devices that one is made of (RAID, LVM, encryption), or itself."""
     slaves = device / "slaves"
-    parts = sorted(slaves.iterdir()) if slaves.is_dir() else []
+    parts = sorted(slaves.iterdir()) if is_there(slaves) else []
     if not parts:
         yield device
     for part in map(Path.resolve, parts):
-        yield from _leaves(part.parent if (part / "partition").exists() else part)
+        yield from _leaves(part.parent if is_there(part / "partition") else part)
 
 
 def _of_all(leaves: Sequence[Path], name: str, clean: Callable[[str], str] = str) -> str | None:
