@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.engine.meeting import open_process_group, started_as_ranks
+from infinity.engine.meeting import (
+    Place,
+    ensure_default_group,
+    open_process_group,
+    place,
+    started_as_ranks,
+    wait_for_all,
+)
 from infinity.engine.transport import Port, RankFacts, ask_program, describe_transport, gpu_links, rank_facts
 from infinity.errors import ConfigError
 from launch import outputs, run_ranks
@@ -81,6 +89,45 @@ def test_a_group_of_the_users_own_is_used_and_left() -> None:
         dist.destroy_process_group()
     """
     outputs(run_ranks(script))
+
+
+def test_the_default_group_is_made_for_who_asks_torch() -> None:
+    script = """
+        import torch.distributed as dist
+        from infinity.engine.meeting import ensure_default_group, place, wait_for_all
+        before = place()
+        assert not dist.is_initialized()
+        assert ensure_default_group(torch.device("cpu"), seconds=60) == before == (rank, num_ranks, rank)
+        assert ensure_default_group(torch.device("cpu"), seconds=60) == before
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (rank, num_ranks, "gloo")
+        if rank == 1:
+            time.sleep(0.5)
+            open(os.environ["MARK"], "w").close()
+        wait_for_all()
+        assert os.path.exists(os.environ["MARK"])
+        if rank == 0:
+            os._exit(3)
+        try:
+            wait_for_all()
+        except Exception as error:
+            print(type(error).__name__, error)
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        _, other = run_ranks(script, MARK=f"{directory}/mark")
+    assert other.output.startswith("RanksError rank 1 of 2, barrier: another rank has ended"), other.complaints
+
+
+def test_a_process_that_is_alone_has_a_default_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert place() == Place(0, 1, 0)
+    wait_for_all()
+    try:
+        assert ensure_default_group(torch.device("cpu"), seconds=60) == Place(0, 1, 0)
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 1)
+        wait_for_all()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_rank_that_dies_ends_the_others_waits_with_its_phase() -> None:

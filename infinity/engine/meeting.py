@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,67 @@ def collectives_library(device: torch.device) -> str | None:
     """
     backend = dist.Backend.default_device_backend_map.get(device.type) if dist.is_available() else None
     return backend if backend is not None and dist.is_backend_available(backend) else None
+
+
+class Place(NamedTuple):
+    """Where a process stands among those that were started together.
+
+    Attributes:
+        rank: its number.
+        num_ranks: how many there are.
+        local_rank: its number within its host.
+    """
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+
+
+def place() -> Place:
+    """Of this process: in the default group, or, before there is one, as torchrun says; alone else.
+
+    Raises:
+        ConfigError: what it was told is no number.
+    """
+    local_rank = _number("LOCAL_RANK", "0")
+    if dist.is_initialized():
+        return Place(dist.get_rank(), dist.get_world_size(), local_rank)
+    if "RANK" not in os.environ:
+        return Place(0, 1, 0)
+    return Place(_number("RANK"), _number("WORLD_SIZE", "1"), local_rank)
+
+
+def ensure_default_group(device: torch.device, *, seconds: float) -> Place:
+    """Make the default group of ``torch.distributed``, unless there is one; a process that is alone gets its own.
+
+    For programs that ask ``torch.distributed`` who they are. ``meet`` makes the group where there are several ranks.
+
+    Args:
+        device: as for ``open_process_group``.
+        seconds: how long ranks may be apart.
+
+    Raises:
+        ConfigError: there is no library for collectives between such devices.
+        RanksError: not all came.
+    """
+    timeout = datetime.timedelta(seconds=seconds)
+    if not dist.is_initialized() and started_as_ranks():
+        _join(_place(device), timeout)
+    elif not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+    return place()
+
+
+def wait_for_all() -> None:
+    """Wait until all ranks of the default group have come here; at once where there is none.
+
+    Raises:
+        RanksError: one has ended, or did not come in time.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        with named_errors(dist.get_rank(), dist.get_world_size(), "barrier"):
+            dist.barrier()
 
 
 def meet(
