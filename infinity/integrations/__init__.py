@@ -1,0 +1,1 @@
+"""infinity where its users are: DeepSpeed, Transformers, Accelerate, Lightning."""
