@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from infinity.integrations.deepspeed import checkpointing, comm, ops, runtime, utils, zero
+from infinity.integrations.deepspeed import checkpointing, comm, moe, ops, pipe, runtime, utils, zero
 from infinity.integrations.deepspeed.accelerator import get_accelerator
 from infinity.integrations.deepspeed.comm import init_distributed
 from infinity.integrations.deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
@@ -30,7 +30,9 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "moe",
     "ops",
+    "pipe",
     "runtime",
     "utils",
     "zero",

@@ -36,10 +36,12 @@ class Checkpoints(nn.Module):
     Attributes:
         infinity: the engine.
         progress: what is counted.
+        lr_scheduler: the one that ``step()`` steps, or ``None``.
     """
 
     infinity: Engine
     progress: Progress
+    lr_scheduler: Any
 
     def save_checkpoint(
         self,
@@ -176,7 +178,15 @@ class Checkpoints(nn.Module):
             self.infinity.load_state_dict(stored.weights, strict=strict)
         if tracked and not only_module:
             self.progress.load_state_dict(tracked)
+            self._follow_scheduler()
         return dict(tracked.get("client_state", {}))
+
+    def _follow_scheduler(self) -> None:
+        """Have groups the rates that the scheduler has set; else the first step would have the ones before."""
+        if self.progress.takes_scheduler and self.lr_scheduler is not None:
+            rates = self.lr_scheduler.get_last_lr()
+            for group, rate in zip(self.infinity.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
 
 def checkpoint_path(directory: str | os.PathLike[str], tag: str | int | None = None) -> Path:

@@ -42,10 +42,10 @@ def note_line(note: Note) -> str:
 
 
 def readable(num_bytes: int) -> str:
-    """Bytes for a person, in powers of 1024."""
+    """Bytes for a person, in powers of 1024, to three digits or so."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
+        if round(size) < 1000:
             break
         size, unit = size / 1024, larger
     return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"

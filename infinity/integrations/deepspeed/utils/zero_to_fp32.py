@@ -11,6 +11,7 @@ from torch import nn
 
 from infinity.engine.persistence.exporting import Exporter
 from infinity.engine.persistence.joined import open_checkpoint
+from infinity.errors import ModelError
 from infinity.integrations.deepspeed.checkpoints import checkpoint_path
 
 
@@ -41,7 +42,7 @@ def load_state_dict_from_zero_checkpoint(
         tag: which checkpoint; ``None`` for the latest.
     """
     state: Mapping[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    model.load_state_dict(state, strict=False)
+    model.load_state_dict(state)
     return model
 
 
@@ -60,6 +61,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         max_shard_size: bytes of tensors in a file.
         safe_serialization: ``False`` is refused: no pickles are written.
         tag: which checkpoint; ``None`` for the latest.
+
+    Raises:
+        ModelError: pickles were asked for.
+        StorageError: it could not be read or written; nothing is left.
     """
+    if not safe_serialization:
+        raise ModelError("safe_serialization=False: pickles are not written; leave it out for safetensors files")
     with open_checkpoint(checkpoint_path(checkpoint_dir, tag)) as stored:
         Exporter(stored, max_file_bytes=max_shard_size).write(Path(output_dir))
