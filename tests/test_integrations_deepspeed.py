@@ -285,7 +285,7 @@ def test_parts_of_a_checkpoint(tmp_path: Path) -> None:
         assert (engine.global_steps, engine.get_lr()) == (2, begun)
         assert engine.load_checkpoint(tmp_path, load_optimizer_states=False)
         assert engine.get_lr() == rates
-        with pytest.raises(ModelError, match="no state"):
+        with pytest.raises(ModelError, match="has no optimizer state"):
             deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg")
         assert engine.load_checkpoint(tmp_path, load_module_strict=False)
         assert deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg") is not None
@@ -492,6 +492,40 @@ def test_boundaries_of_accumulation() -> None:
         engine.backward(engine(*tokens(2)))
         engine.step()
         assert engine.global_steps == 1
+
+
+def test_without_the_norm_steps_begin_under_backward() -> None:
+    config = {"train_batch_size": 6, "gradient_accumulation_steps": 2, "optimizer": ADAMW}
+    expected, plain = train_plainly(config, 2)
+    with under(config, max_grad_norm=None) as engine:
+        assert_same(train(engine, 2), expected, "losses")
+        assert_same(weights_of(engine), plain.outcome(None).weights, "weights")
+        assert engine.get_global_grad_norm() is None
+        with pytest.raises(EngineStateError, match="max_grad_norm"):
+            engine.set_train_batch_size(3)
+        for index in range(2):
+            engine.backward(engine(*tokens(index)))
+            if index == 0:
+                engine.step()
+        with pytest.raises(EngineStateError, match="begun under backward"):
+            deepspeed.utils.safe_get_full_grad(engine.module.get_parameter("tokens.weight"))
+        engine.step()
+
+
+def test_a_run_that_keeps_commits_resumes_by_itself(tmp_path: Path) -> None:
+    config = {"train_batch_size": 3, "optimizer": ADAMW, "scheduler": WARMUP}
+    durable: dict[str, Any] = {"nvme": str(tmp_path), "durability": "checkpoint", "resume": "auto"}
+    with under(config, **durable) as engine:
+        train(engine, 2)
+        engine.infinity.commit()
+        expected = train(engine, 1, first=2)
+        rates = engine.get_lr()
+    with under(config, **durable) as engine:
+        assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 2, 6)
+        assert_same(train(engine, 1, first=2), expected, "losses")
+        assert engine.get_lr() == rates
+        engine.infinity.rollback()
+        assert engine.global_steps == 2
 
 
 def test_what_is_asked_of_the_model_and_of_the_engine() -> None:

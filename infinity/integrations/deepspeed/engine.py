@@ -205,7 +205,7 @@ class DeepSpeedEngine(Checkpoints, Settings):
 
         Raises:
             ConfigError: it is no multiple of what all ranks take at once, or that is not known.
-            EngineStateError: a step's micro-batches have begun.
+            EngineStateError: a step's micro-batches have begun, or steps begin under a backward whose number is set.
         """
         if self._micro_batch_size is None:
             raise ConfigError("set_train_batch_size(): the configuration has no train_micro_batch_size_per_gpu")
@@ -214,6 +214,11 @@ class DeepSpeedEngine(Checkpoints, Settings):
             raise ConfigError(f"set_train_batch_size(): expected a multiple of {at_once}, got {train_batch_size}")
         if self.progress.micro_batches or self._num_backwards:
             raise EngineStateError("set_train_batch_size(): a step's micro-batches have begun; call it after step()")
+        if self.infinity.config.max_grad_norm is None:
+            raise EngineStateError(
+                "set_train_batch_size(): with max_grad_norm=None steps begin under the last of a fixed number of "
+                "backwards; leave max_grad_norm out of initialize()"
+            )
         self._accumulation_steps = train_batch_size // at_once
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:

@@ -80,7 +80,7 @@ def initialize(
     if distributed_port != DEFAULT_PORT:
         not_needed(f"distributed_port={distributed_port}", "torchrun chooses the port (--master-port)")
     settings = read_deepspeed(document, num_ranks=place().num_ranks, fields=infinity_fields)
-    fields = _with_norm(settings.config, infinity_fields)
+    fields = _complete(settings, infinity_fields)
     if dist_init_required is not False:
         ensure_default_group(fields.torch_device(), seconds=fields.ranks_timeout_seconds)
     made = _optimizer(model, optimizer, model_parameters, settings)
@@ -140,11 +140,16 @@ def _refuse_parallel(mpu: Any, mesh_param: Any) -> None:
         )
 
 
-def _with_norm(config: Config, fields: Mapping[str, Any]) -> Config:
-    """The norm is measured also where nothing is clipped, unless the caller has said ``max_grad_norm=None``."""
-    if config.max_grad_norm is not None or "max_grad_norm" in fields:
-        return config
-    return config.model_copy(update={"max_grad_norm": _MEASURE_ONLY})
+def _complete(settings: DeepSpeedConfig, given: Mapping[str, Any]) -> Config:
+    """What DeepSpeed's engine does without a key for it, unless the caller says otherwise.
+
+    It always tells the norm, so that is measured also where nothing is clipped; with ``max_grad_norm=None`` it is not,
+    and the last backward of a step, which is known, has steps begin under it.
+    """
+    fields = {"max_grad_norm": _MEASURE_ONLY, "accumulation_steps": settings.accumulation_steps}
+    config = settings.config
+    missing = {name: value for name, value in fields.items() if getattr(config, name) is None and name not in given}
+    return config.model_copy(update=missing)
 
 
 def _optimizer(
