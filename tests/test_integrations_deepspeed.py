@@ -251,6 +251,7 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(tmp_path: Path) -
         train(engine, 2)
         assert engine.save_checkpoint(folder, client_state=client_state)
         assert engine.save_checkpoint(folder, tag="kept", save_latest=False)
+        assert (folder / "latest").read_text() == "global_step2"
         expected, weights = train(engine, 2, first=2), weights_of(engine)
         rates = engine.get_lr()
         engine.save_checkpoint(folder, tag=7)
