@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import infinity.integrations.deepspeed as deepspeed
-from infinity import ConfigError, EngineStateError, ModelError, NoCommitError, open_checkpoint
+from infinity import ConfigError, EngineStateError, ModelError, NoCommitError, NonFiniteWarning, open_checkpoint
 from infinity.deepspeed_json import read_deepspeed
 from infinity.engine.meeting import Place
 from infinity.engine.traffic import kept, state_for
@@ -529,6 +529,22 @@ def test_a_run_that_keeps_commits_resumes_by_itself(tmp_path: Path) -> None:
         assert engine.global_steps == 2
 
 
+def test_a_step_that_goes_back_to_a_commit_counts_as_none(tmp_path: Path) -> None:
+    config = {"train_batch_size": 3, "optimizer": ADAMW, "scheduler": WARMUP}
+    durable: dict[str, Any] = {"nvme": str(tmp_path), "durability": "checkpoint", "on_nonfinite": "rollback"}
+    with under(config, **durable) as engine:
+        train(engine, 1)
+        engine.infinity.commit()
+        saved, rates = weights_of(engine), engine.get_lr()
+        train(engine, 1)
+        engine.backward(engine(*tokens(5)) * float("nan"))
+        with pytest.warns(NonFiniteWarning):
+            engine.step()
+        assert (engine.global_steps, engine.micro_steps, engine.was_step_applied()) == (1, 1, False)
+        assert_same(weights_of(engine), saved, "weights")
+        assert engine.get_lr() == rates
+
+
 def test_what_is_asked_of_the_model_and_of_the_engine() -> None:
     config = {"train_batch_size": 3, "optimizer": ADAMW, "gradient_clipping": 0.5, "steps_per_print": 2}
     with under(config | {"scheduler": WARMUP}) as engine:
@@ -584,14 +600,15 @@ def test_progress_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "NVMe read 0 B" in said[0]
 
 
-def test_a_model_that_only_computes(tmp_path: Path) -> None:
+def test_a_model_that_only_computes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = GPT().eval()
     with torch.no_grad():
         expected = model(*tokens(0))
-    engine, optimizer, _, scheduler = deepspeed.initialize(
-        model=model, config={"train_batch_size": 3, "zero_optimization": {"stage": 3}}, nvme=str(tmp_path), **ROOM
-    )
+    config = {"train_batch_size": 3, "zero_optimization": {"stage": 3}, "scheduler": WARMUP}
+    with caplog.at_level(logging.INFO, logger="infinity.deepspeed"):
+        engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=config, nvme=str(tmp_path), **ROOM)
+    assert "the scheduler is left out" in caplog.text
     assert (optimizer, scheduler) == (None, None)
     with torch.no_grad():
         assert torch.equal(engine(*tokens(0)), expected)
@@ -736,6 +753,16 @@ def test_a_misspelt_name_gets_the_nearest() -> None:
     with pytest.raises(AttributeError, match="did you mean 'initialize'"):
         ANY.initialise  # noqa: B018
     assert not hasattr(deepspeed, "qqqqqq")
+
+
+def test_an_engine_that_cannot_be_made_leaves_its_directory_free(tmp_path: Path) -> None:
+    def no_scheduler(optimizer: torch.optim.Optimizer) -> None:
+        raise ZeroDivisionError
+
+    config = {"train_batch_size": 3, "optimizer": ADAMW}
+    with pytest.raises(ZeroDivisionError), under(config, nvme=str(tmp_path), lr_scheduler=no_scheduler):
+        pass
+    assert not [*tmp_path.iterdir()]
 
 
 def test_arguments_that_cannot_be_used(tmp_path: Path) -> None:

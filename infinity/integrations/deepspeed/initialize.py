@@ -83,19 +83,23 @@ def initialize(
     fields = _complete(settings, infinity_fields)
     if dist_init_required is not False:
         ensure_default_group(fields.torch_device(), seconds=fields.ranks_timeout_seconds)
+    trains = optimizer is not None or settings.optimizer is not None
     made = _optimizer(model, optimizer, model_parameters, settings)
-    trained = sum(param.numel() for group in made.param_groups for param in group["params"])
-    trains = trained > 0
+    trained = sum(each.numel() for group in made.param_groups for each in group["params"] if each.requires_grad)
+    scheduler = _scheduler(lr_scheduler, settings, trains=trains)
     engine = make_engine(model, made, fields)
-    scheduler = lr_scheduler if lr_scheduler is not None or settings.scheduler is None else settings.scheduler.make
-    wrapped = DeepSpeedEngine(
-        engine,
-        settings,
-        trains=trains,
-        lr_scheduler=scheduler if trains else None,
-        training_data=training_data,
-        collate_fn=collate_fn,
-    )
+    try:
+        wrapped = DeepSpeedEngine(
+            engine,
+            settings,
+            trains=trains,
+            lr_scheduler=scheduler,
+            training_data=training_data,
+            collate_fn=collate_fn,
+        )
+    except BaseException:
+        engine.close()
+        raise
     log_dist(start_report(engine, trained=trained))
     for note in settings.notes:
         say_once(note_line(note))
@@ -179,3 +183,12 @@ def _optimizer(
             f"({settings.optimizer.type})"
         )
     return made
+
+
+def _scheduler(given: Any, settings: DeepSpeedConfig, *, trains: bool) -> Any:
+    """An object, what makes one of the optimizer, or ``None``."""
+    scheduler = given if given is not None or settings.scheduler is None else settings.scheduler.make
+    if trains or scheduler is None:
+        return scheduler
+    log_dist("the scheduler is left out: there is no optimizer, so the engine only computes")
+    return None

@@ -74,7 +74,7 @@ class Settings(nn.Module):
 
     def gradient_clipping(self) -> float:
         """The largest norm of gradients; 0 for no clipping."""
-        return float(self._settings.document.get("gradient_clipping", 0.0))
+        return self._settings.config.max_grad_norm or 0.0
 
     def zero_optimization_stage(self) -> int:
         """What ranks divide among them, 0 to 3."""

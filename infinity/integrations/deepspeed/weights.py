@@ -33,9 +33,13 @@ def write_weights(engine: Engine, path: Path, *, without_frozen: bool = False) -
     weights = _Weights(engine, without_frozen=without_frozen)
     is_first = place().rank == 0
     if path.suffix in _PICKLED:
-        tensors = {entry.name: weights.read(entry.name) for entry in weights.entries}
-        tensors |= {alias: tensors[name] for alias, name in weights.tied.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for entry in weights.entries:
+            value = weights.read(entry.name)
+            if is_first:
+                tensors[entry.name] = value
         if is_first:
+            tensors |= {alias: tensors[name] for alias, name in weights.tied.items()}
             _replace(path, lambda partial: torch.save(tensors, partial))
     elif is_first:
         directory = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
