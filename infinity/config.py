@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
@@ -282,15 +283,30 @@ class Config(BaseModel):
             ConfigError: the file is missing or unreadable, is not JSON (``NaN`` and ``Infinity`` are not JSON either),
                 has a key twice, or a field is refused.
         """
-        path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-            fields = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice)
-        except OSError as error:
-            raise ConfigError(f"config file {path}: {error.strerror}; give an existing JSON file") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"config file {path}: not valid JSON: {error}") from error
+        fields = read_json(path)
         return cls.from_dict(fields)
+
+    @classmethod
+    def from_deepspeed(
+        cls, source: Mapping[str, Any] | str | os.PathLike[str], *, num_ranks: int | None = None, **fields: Any
+    ) -> Config:
+        """Build from a DeepSpeed configuration: what each of its keys becomes is in ``docs/deepspeed-keys.md``.
+
+        Its optimizer, its schedule and its batch sizes are no fields: ``infinity.integrations.deepspeed`` honours them.
+
+        Args:
+            source: the configuration, or the path of a JSON file with it.
+            num_ranks: how many train; ``None``: what torchrun says, else one.
+            fields: fields of ``Config`` for which DeepSpeed has no word (``hbm``, ``ram``), or that count more.
+
+        Raises:
+            ConfigError: a key is unknown, or asks for what cannot be done; the message names it, and what to do.
+        """
+        from infinity.deepspeed_json import read_deepspeed  # which makes a Config
+
+        if num_ranks is None:
+            num_ranks = int(os.environ.get("WORLD_SIZE", "1") or 1)
+        return read_deepspeed(source, num_ranks=num_ranks, fields=fields).config
 
     def torch_device(self) -> torch.device:
         """The device that ``device`` names.
@@ -319,6 +335,22 @@ class Config(BaseModel):
 
 def _accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        ConfigError: the file is missing or unreadable, is not JSON, or has a key twice.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice)
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}; give an existing JSON file") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"config file {path}: not valid JSON: {error}") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:

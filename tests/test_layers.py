@@ -14,7 +14,7 @@ _MAX_LINES = 400
 
 _ROOT = "__init__"
 _LAYERS = (
-    {"config", "errors", "fields", "machine", "rank_paths", "trace"},
+    {"config", "deepspeed_json", "errors", "fields", "machine", "rank_paths", "trace"},
     {"nn"},
     {"io"},
     {"store"},

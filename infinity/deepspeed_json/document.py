@@ -1,0 +1,166 @@
+"""A configuration as it was given: read, its ``"auto"`` values completed, every key looked up, values taken from it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from infinity.config import read_json
+from infinity.deepspeed_json.keys import KEY_OF, SECTIONS, names_in
+from infinity.deepspeed_json.notes import Note, closest
+from infinity.errors import ConfigError
+
+_TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
+_SHOWN = 4
+
+
+def load(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """The configuration as a dictionary of its own.
+
+    Raises:
+        ConfigError: it is neither a dictionary nor the path of a JSON file with an object.
+    """
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"DeepSpeed configuration: expected a dictionary or a path, got {type(source).__name__}")
+    document = read_json(source)
+    if not isinstance(document, dict):
+        raise ConfigError(f"DeepSpeed configuration {source}: expected an object, got {type(document).__name__}")
+    return document
+
+
+def complete(document: dict[str, Any], auto: Mapping[str, Any]) -> list[Note]:
+    """Put values in the place of ``"auto"``, and take out what says nothing: ``"auto"`` without a value, ``null``.
+
+    Args:
+        document: changed in place.
+        auto: the values, by dotted key.
+    """
+    return list(_complete(document, "", auto))
+
+
+def _complete(section: dict[str, Any], path: str, auto: Mapping[str, Any]) -> Iterator[Note]:
+    for name, value in list(section.items()):
+        key = f"{path}.{name}" if path else str(name)
+        if value == "auto" and auto.get(key) is not None:
+            section[name] = auto[key]
+        elif value is None or value == "auto":
+            del section[name]
+            yield Note(key, value, "default", "it says nothing, and its default counts")
+        elif isinstance(value, dict):
+            yield from _complete(value, key, auto)
+
+
+def check(document: Mapping[str, Any]) -> list[Note]:
+    """Look up every key.
+
+    Raises:
+        ConfigError: some are unknown, or ask for what cannot be done; it names them.
+    """
+    notes: list[Note] = []
+    complaints: list[str] = []
+    _check(document, "", notes, complaints)
+    if complaints:
+        rest = f" | and {len(complaints) - _SHOWN} more" if len(complaints) > _SHOWN else ""
+        raise ConfigError("DeepSpeed configuration: " + " | ".join(complaints[:_SHOWN]) + rest)
+    return notes
+
+
+def _check(section: Mapping[str, Any], path: str, notes: list[Note], complaints: list[str]) -> None:
+    for name, value in section.items():
+        dotted = f"{path}.{name}" if path else str(name)
+        key = KEY_OF.get(dotted)
+        if key is None and dotted in SECTIONS:
+            if isinstance(value, Mapping):
+                _check(value, dotted, notes, complaints)
+            elif dotted == "zero_optimization" and isinstance(value, bool):
+                notes.append(Note(dotted, value, "honoured", "Config.stage: 1 where true"))
+            else:
+                complaints.append(f"{dotted}: expected a section, {{...}}, got {value!r}")
+        elif key is None:
+            where = f" in {path!r}" if path else ""
+            complaints.append(f"unknown key {dotted!r}{closest(str(name), names_in(path)) or f'; no such key{where}'}")
+        elif isinstance(value, Mapping) and not key.is_open and not dotted.endswith(".params"):
+            complaints.append(f"{dotted}: expected a value, got a section")
+        elif key.fate == "refused" and key.asks(value):
+            complaints.append(f"{dotted} = {_short(value)} is not supported: {key.why}")
+        elif key.fate == "refused":
+            notes.append(Note(dotted, value, "not needed", "it asks for nothing"))
+        else:
+            notes.append(Note(dotted, value, key.fate, key.why))
+
+
+def _short(value: object) -> str:
+    return "{...}" if isinstance(value, Mapping) else repr(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Values of a document by dotted key; ``None`` where one is not given.
+
+    Strings that are numbers or truth values are taken as such: DeepSpeed's own tuner writes them.
+
+    Raises (each):
+        ConfigError: the value is not what it must be.
+    """
+
+    document: Mapping[str, Any]
+
+    def raw(self, dotted: str) -> Any:
+        """As it stands there."""
+        found: Any = self.document
+        for name in dotted.split("."):
+            if not isinstance(found, Mapping):
+                return None
+            found = found.get(name)
+        return found
+
+    def flag(self, dotted: str) -> bool | None:
+        """True or false."""
+        value = self.raw(dotted)
+        if value is None or isinstance(value, bool):
+            return value
+        word = str(value).strip().lower()
+        if word in _TRUE | _FALSE:
+            return word in _TRUE
+        raise wrong(dotted, "true or false", value)
+
+    def number(self, dotted: str, *, least: float = 0.0) -> float | None:
+        """A number."""
+        value = self.raw(dotted)
+        if value is None:
+            return None
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            number = float(value)
+        except (TypeError, ValueError):
+            raise wrong(dotted, "a number", value) from None
+        if not least <= number < float("inf"):
+            raise wrong(dotted, f"a number of {least:g} or more", value)
+        return number
+
+    def count(self, dotted: str, *, least: int = 0) -> int | None:
+        """A whole number, also as ``5e8``."""
+        number = self.number(dotted, least=float("-inf"))
+        if number is None:
+            return None
+        if number < least or number != int(number):
+            raise wrong(dotted, f"a whole number of {least} or more", self.raw(dotted))
+        return int(number)
+
+    def word(self, dotted: str, known: tuple[str, ...]) -> str | None:
+        """One of a few words."""
+        value = self.raw(dotted)
+        if value is None or value in known:
+            return None if value is None else str(value)
+        raise wrong(dotted, f"one of {', '.join(known)}", value)
+
+
+def wrong(dotted: str, expected: str, value: object) -> ConfigError:
+    """An error that says what was expected of a key."""
+    return ConfigError(f"DeepSpeed configuration: {dotted}: expected {expected}, got {value!r}")

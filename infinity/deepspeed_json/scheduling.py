@@ -1,0 +1,76 @@
+"""``SchedulerSpec``: DeepSpeed's ``scheduler`` section, as one of its schedules or of ``torch.optim.lr_scheduler``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from infinity.deepspeed_json import schedules
+from infinity.deepspeed_json.notes import closest
+from infinity.errors import ConfigError
+
+_Kind = type[lr_scheduler.LRScheduler]
+
+_OF_DEEPSPEED: Mapping[str, type[schedules.Schedule]] = {kind.__name__: kind for kind in schedules.ALL}
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSpec:
+    """Which schedule, and with what.
+
+    Attributes:
+        type: as the configuration has it.
+        params: the arguments that it has there.
+    """
+
+    type: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        """The schedule of an optimizer.
+
+        Raises:
+            ConfigError: an argument is not what it must be.
+        """
+        kind = self._kind()
+        try:
+            return kind(optimizer, **self.params)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"DeepSpeed configuration: scheduler.params of {self.type}: {error}") from error
+
+    def check(self) -> None:
+        """Refuse what cannot be made.
+
+        Raises:
+            ConfigError: it names the type or the argument.
+        """
+        kind = self._kind()
+        arguments = {name: each for name, each in inspect.signature(kind).parameters.items() if name != "optimizer"}
+        for name in self.params:
+            if name not in arguments:
+                known = ", ".join(sorted(arguments))
+                raise ConfigError(
+                    f"DeepSpeed configuration: scheduler.params.{name}: {self.type} has no such argument"
+                    f"{closest(name, arguments) or f'; it takes {known}'}"
+                )
+        missing = [
+            name
+            for name, each in arguments.items()
+            if each.default is inspect.Parameter.empty and name not in self.params
+        ]
+        if missing:
+            raise ConfigError(f"DeepSpeed configuration: scheduler.params: {self.type} needs {', '.join(missing)}")
+
+    def _kind(self) -> _Kind:
+        kind: Any = _OF_DEEPSPEED.get(self.type) or getattr(lr_scheduler, self.type, None)
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler):
+            return kind
+        raise ConfigError(
+            f"DeepSpeed configuration: scheduler.type = {self.type!r}: expected one of {', '.join(_OF_DEEPSPEED)}, or "
+            f"a class of torch.optim.lr_scheduler{closest(self.type, [*_OF_DEEPSPEED, *dir(lr_scheduler)])}"
+        )
