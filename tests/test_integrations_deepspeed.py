@@ -179,7 +179,8 @@ def test_the_example_trains_as_it_stands(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_an_overflow_skips_the_step_and_its_scheduler() -> None:
-    config = {"train_batch_size": 3, "optimizer": ADAMW, "scheduler": WARMUP, "fp16": {"enabled": True}}
+    config = {"train_batch_size": 3, "optimizer": ADAMW, "scheduler": WARMUP}
+    config |= {"fp16": {"enabled": True, "initial_scale_power": 10}}
     with under(config) as engine:
         assert engine.optimizer is not None
         before, rates = weights_of(engine), engine.get_lr()

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from infinity.deepspeed_json.schedules import Schedule
 from infinity.engine.engine import Engine
 from infinity.engine.meeting import place, wait_for_all
 from infinity.engine.persistence.joined import open_checkpoint
@@ -184,7 +185,8 @@ class Checkpoints(nn.Module):
     def _follow_scheduler(self) -> None:
         """Have groups the rates that the scheduler has set; else the first step would have the ones before."""
         if self.progress.takes_scheduler and self.lr_scheduler is not None:
-            rates = self.lr_scheduler.get_last_lr()
+            scheduler = self.lr_scheduler
+            rates = scheduler.get_lr() if isinstance(scheduler, Schedule) else scheduler.get_last_lr()
             for group, rate in zip(self.infinity.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
