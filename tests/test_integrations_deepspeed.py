@@ -183,17 +183,18 @@ def test_an_overflow_skips_the_step_and_its_scheduler() -> None:
     config |= {"fp16": {"enabled": True, "initial_scale_power": 10}}
     with under(config) as engine:
         assert engine.optimizer is not None
-        before, rates = weights_of(engine), engine.get_lr()
+        before, scheduler = weights_of(engine), engine.lr_scheduler
+        assert scheduler.last_batch_iteration == -1
         engine.backward(engine(*tokens(0)) * 1e30)
         engine.step()
         assert (engine.skipped_steps, engine.global_steps, engine.was_step_applied()) == (1, 1, False)
         overflows = [engine.optimizer.overflow]
-        assert engine.get_lr() == rates
+        assert scheduler.last_batch_iteration == -1
         assert_same(weights_of(engine), before, "weights")
         train(engine, 1)
         assert (engine.skipped_steps, engine.global_steps, engine.was_step_applied()) == (1, 2, True)
         assert [*overflows, engine.optimizer.overflow] == [True, False]
-        assert engine.get_lr() != rates
+        assert scheduler.last_batch_iteration == 0
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["objects", "callables"])
