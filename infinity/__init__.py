@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from infinity.engine.persistence.importing import open_weights
     from infinity.engine.persistence.joined import open_checkpoint
     from infinity.engine.persistence.stored_state import StoredState
+    from infinity.engine.persistence.tensor_reading import deferred_weights
     from infinity.errors import (
         BudgetError,
         ConfigError,
@@ -75,6 +76,7 @@ __all__ = [
     "UncertainCommitError",
     "UnitStats",
     "deferred_init",
+    "deferred_weights",
     "initialize",
     "open_checkpoint",
     "open_weights",
@@ -116,6 +118,7 @@ _HOMES = {
     "UncertainCommitError": "infinity.errors",
     "UnitStats": "infinity.trace.stats",
     "deferred_init": "infinity.engine.deferred",
+    "deferred_weights": "infinity.engine.persistence.tensor_reading",
     "initialize": "infinity.engine.initialize",
     "open_checkpoint": "infinity.engine.persistence.joined",
     "open_weights": "infinity.engine.persistence.importing",

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
 from infinity.engine.assembly import Assembly
 from infinity.engine.persistence.durability import CommitInfo
-from infinity.engine.persistence.exporting import export_weights
+from infinity.engine.persistence.exporting import export_tensors, values_of
 from infinity.engine.persistence.joined import open_checkpoint
-from infinity.engine.persistence.tensor_files import Entry
 from infinity.errors import ConfigError, EngineStateError, NonFiniteError, NonFiniteWarning
 from infinity.io.paths import user_path
 from infinity.store.commits import Commit
@@ -178,7 +178,7 @@ class Checkpoints(Assembly):
         """Write the weights at full precision as safetensors files that others read, one tensor in memory at a time.
 
         Names are those of ``state_dict()``; tied weights are there once. Several files have an index beside them, as
-        Hugging Face's libraries expect.
+        Hugging Face's libraries expect. With several ranks all call this; the first one writes.
 
         Args:
             path: a directory that does not exist, or is empty.
@@ -191,21 +191,51 @@ class Checkpoints(Assembly):
             StorageError: something could not be read or written; nothing is left.
         """
         self._settle("export_safetensors")
-        buffers = self._capture.persistent_buffers()
-        entries = [
-            Entry(slot.name, part.step_dtype if part.stepped else part.compute_dtype, tuple(slot.shape))
-            for part in self._parts
-            for slot in part.slots
-        ]
-        entries += [Entry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
         params = {slot.name: slot.param for part in self._parts for slot in part.slots}
-
-        def read(name: str) -> torch.Tensor:
-            return self._reader.read(params[name], full=True) if name in params else buffers[name]
-
-        export_weights(
-            user_path(path, "export_safetensors"), entries, read, tied=self._capture.tied, max_file_bytes=max_file_bytes
+        weights = {name: self._reader.deferred(param) for name, param in params.items()}
+        self._export(
+            "export_safetensors",
+            path,
+            weights | self._capture.persistent_buffers(),
+            tied=self._capture.tied,
+            max_file_bytes=max_file_bytes,
         )
+
+    def export_tensors(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        max_file_bytes: int = 5 * 10**9,
+        beside: Callable[[Path], None] = lambda directory: None,
+    ) -> None:
+        """Write any tensors as ``export_safetensors`` does: those of ``state_dict().deferred()``, or made from them.
+
+        With several ranks all call this, with the same tensors; the first one writes.
+
+        Args:
+            path: a directory that does not exist, or is empty.
+            tensors: by name, real and deferred ones; one in memory at a time.
+            max_file_bytes: how many bytes of tensors there are in a file.
+            beside: writes other files into the directory, before it gets its name.
+
+        Raises:
+            DirectoryError, DiskFullError, ModelError, StorageError: as for ``export_safetensors``.
+        """
+        self._settle("export_tensors")
+        self._export("export_tensors", path, tensors, tied={}, max_file_bytes=max_file_bytes, beside=beside)
+
+    def _export(self, what: str, path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], **how: Any) -> None:
+        together, out = self._durability.together, user_path(path, what)
+
+        def act() -> None:
+            if together.ranks.rank == 0:
+                export_tensors(out, tensors, **how)
+            else:
+                for _ in values_of(tensors):  # what others read takes part in, too
+                    pass
+
+        together.do(what, act)
 
     @property
     def num_steps(self) -> int:

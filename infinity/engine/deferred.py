@@ -23,10 +23,14 @@ Ownership: the end of the graph hangs on the meta *storage* (PyTorch keeps a sto
 storage lives). Once the last tensor on it is gone, because the engine swapped or dropped it, so is its record. There is
 no registry to clear, and no weak reference to a tensor, which ``swap_tensors`` would refuse.
 
+A value may also come from a source: ``deferred_from`` makes a deferred tensor that something else reads, a file for
+example. Its record begins with that, so whatever is done to it, casts and the merging of several included, is done when
+the values are wanted.
+
 Limits. In-place changes after the context cannot be recorded: those through the tensor itself show in its version
 counter and are refused, those through ``.data`` do not show. Large real tensors that recorded operators read are kept,
-not copied; if they change first, ``materialize`` refuses. ``numpy()`` gives a read-only copy. ``.cpu()`` and
-``.to(device)`` always copy. ``device="meta"`` means deferred: inside C++ it is how helpers get beside a tensor.
+not copied; if they change first, ``materialize`` refuses. ``numpy()`` gives a read-only copy. ``device="meta"`` means
+deferred: inside C++ it is how helpers get beside a tensor.
 
 Rejected: a tensor subclass (leaks into every isinstance and hook of the engine); CPU tensors with an empty storage (a
 kernel called after the context would crash); one log for the whole model (replays too much, is cleared by hand);
@@ -36,7 +40,7 @@ skipping generators ahead by arithmetic (depends on kernel, strides and vector l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -47,7 +51,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from infinity.engine.recorder import Recorder
-from infinity.engine.tape import Bench, Slot, View, autocast_types, bare, cell_of, describe, no_autocast, version_of
+from infinity.engine.tape import (
+    META,
+    Bench,
+    Cell,
+    Op,
+    Slot,
+    View,
+    autocast_types,
+    bare,
+    cell_of,
+    describe,
+    no_autocast,
+    version_of,
+)
 from infinity.errors import ModelError
 
 
@@ -67,6 +84,39 @@ def deferred_init(*, threshold_bytes: int = 64 * 1024) -> Iterator[None]:
     """
     with Recorder(threshold_bytes) as recorder, _Facade(recorder):
         yield
+
+
+@contextlib.contextmanager
+def beside_meta(*, threshold_bytes: int = 64 * 1024) -> Iterator[None]:
+    """As ``deferred_init``, for code that knows meta tensors: what it asks for on the meta device is a plain one.
+
+    Args:
+        threshold_bytes: bytes from which on a tensor on another device is deferred.
+
+    Raises:
+        ModelError: as for ``deferred_init``.
+    """
+    with Recorder(threshold_bytes) as recorder, _Facade(recorder, plain_meta=True):
+        yield
+
+
+def deferred_from(shape: Sequence[int], dtype: torch.dtype, read: Callable[[], Tensor]) -> Tensor:
+    """A deferred tensor, on the CPU, whose values come from elsewhere.
+
+    Args:
+        shape: of the tensor.
+        dtype: of its elements.
+        read: makes a dense CPU tensor of that shape and dtype, on memory that nobody else has; called each time when
+            the values are wanted.
+    """
+    with bare():
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=META)
+        op = Op(read, (), {}, None, blind=True, reads={}, writes=set(), touches=set())
+        slot = Cell(tensor.untyped_storage(), torch.device("cpu"), op).slot
+        op.outputs[0] = View.of(tensor, slot)
+        op.writes.add(slot)
+        op.touches.add(slot)
+    return tensor
 
 
 def is_deferred(tensor: Tensor) -> bool:
@@ -171,16 +221,24 @@ class _Facade(TorchFunctionMode):
     """What is asked of a tensor without an operator: a deferred one answers as the real one would.
 
     Much code skips meta tensors, above all ``torch.nn.init``, or makes helpers on ``tensor.device``.
+
+    Args:
+        recorder: is told where autocast is on.
+        plain_meta: what is asked for on the meta device is no deferred tensor.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, plain_meta: bool = False) -> None:
         super().__init__()
         self._recorder = recorder
+        self._plain_meta = plain_meta
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._plain_meta and _is_meta(kwargs.get("device")):
+            with bare():
+                return func(*args, **kwargs)
         self._recorder.autocast_types = autocast_types()
         name = getattr(func, "__name__", "")
         if name in {"__get__", "__set__"}:
@@ -202,6 +260,10 @@ class _Facade(TorchFunctionMode):
             return func(torch.empty(0, dtype=tensor.dtype, device=cell.slot.device), *args[1:], **kwargs)
         if name in _INDEXED and len(args) > 1:
             return func(tensor, _index(args[1], cell.slot.device), *args[2:], **kwargs)
+        if name in {"to", "cpu"}:
+            as_it_is = _stays(name, cell.slot.device, args[1:], kwargs)
+            if as_it_is is not None:  # what is there already is not copied, as elsewhere
+                return Tensor.to(tensor, **{"dtype": tensor.dtype, **as_it_is})
         if name in _ON_VALUES:
             value = materialize(tensor).requires_grad_(tensor.requires_grad)
             result = func(value, *args[1:], **kwargs)
@@ -221,6 +283,25 @@ class _Facade(TorchFunctionMode):
         cell = cell_of(tensor)
         if cell is not None:
             cell.saw(version_of(tensor))
+
+
+def _is_meta(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "meta"
+
+
+def _stays(name: str, place: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What ``cpu`` or ``to`` asks for beside a device, if that is where the tensor is; ``None``: it is another."""
+    if name == "cpu":
+        return {} if place.type == "cpu" else None
+    named = dict(kwargs)
+    positional = ("device", "dtype") if args and isinstance(args[0], (str, torch.device)) else ("dtype",)
+    named |= dict(zip((*positional, "non_blocking", "copy"), args, strict=False))
+    device = named.pop("device", None)
+    is_dtype = named.get("dtype") is None or isinstance(named["dtype"], torch.dtype)
+    if device is None or torch.device(device) != place or not is_dtype or len(args) > len(positional) + 2:
+        return None
+    named.pop("non_blocking", None)
+    return named
 
 
 def _index(index: Any, device: torch.device) -> Any:

@@ -148,7 +148,10 @@ class Recorder(TorchDispatchMode):
 
     def _on_real(self, call: _Call) -> Any:
         """A call on real tensors or none: it runs, but a large new result is deferred. ``NotImplemented``: not ours."""
-        strange = any(tensor.is_meta or _is_wrapper(tensor) for tensor in call.tensors)
+        only_shapes = (
+            call.device is not None and call.func.overloadpacket in UNREAD
+        )  # ``empty_like(meta, device="cpu")``
+        strange = any((tensor.is_meta and not only_shapes) or _is_wrapper(tensor) for tensor in call.tensors)
         if call.mutated or strange:
             return NotImplemented
         is_random = call.is_random()
@@ -259,7 +262,7 @@ class Recorder(TorchDispatchMode):
         made = [view.dtype for view in op.outputs.values() if view.dtype.is_floating_point or view.dtype.is_complex]
         if not made or any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
             return
-        if not dtypes and any(parameter.name == "dtype" for parameter in op.func._schema.arguments):
+        if not dtypes and any(parameter.name == "dtype" for parameter in call.func._schema.arguments):
             op.kwargs["dtype"] = made[0]
         else:
             op.default_dtype = torch.get_default_dtype()

@@ -9,13 +9,12 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -202,6 +201,7 @@ class Op:
     """One recorded operator; tensors in ``args`` and ``kwargs`` are ``View``, ``Borrowed`` or small copies.
 
     Attributes:
+        func: an operator of PyTorch's; or what reads a tensor from where its values are.
         seed: of a random operator.
         blind: no deferred value decides what it draws.
         reads: each slot whose contents matter, with the operator that had last written it.
@@ -212,7 +212,7 @@ class Op:
         order: when it ran, among all.
     """
 
-    func: OpOverload[..., Any]
+    func: Callable[..., Any]
     args: Any
     kwargs: dict[str, Any]
     seed: Seed | None

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from infinity.engine.deferred import deferred_from
 from infinity.engine.filled import filled
 from infinity.engine.formats import FormatOf
 from infinity.engine.states import StateFormatOf, exact_states
@@ -83,6 +84,16 @@ class WeightReader:
         if full:
             return self.join(slot, self._format_of(part).read(part, slot, shelf))
         return self.join(slot, shelf.look(PARAM, lambda shard: slot.view(shard.view(part.compute_dtype)).clone()))
+
+    def full_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """The dtype that a parameter has at full precision."""
+        part, _ = self._places[param]
+        return part.step_dtype if part.stepped else part.compute_dtype
+
+    def deferred(self, param: nn.Parameter) -> torch.Tensor:
+        """A deferred tensor of a parameter at full precision, which is read when its values are wanted."""
+        read = functools.partial(self.read, param, full=True)
+        return deferred_from(self._places[param][1].shape, self.full_dtype(param), read)
 
     def join(self, slot: Slot, piece: torch.Tensor) -> torch.Tensor:
         """All of a value of a slot's parameter, of which this rank has ``piece``; the same on all ranks."""
@@ -194,6 +205,7 @@ class StreamingStateDict(Mapping[str, Any]):
             ) from error
         originals = {id(like): param for param, like in made.items()}
         self._metadata = getattr(entries, "_metadata", None)
+        self._like = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
         self._entries = {
             name: originals[id(value)]
             if id(value) in originals
@@ -218,8 +230,34 @@ class StreamingStateDict(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def deferred(self) -> dict[str, torch.Tensor]:
+        """Deferred tensors of all parameters and what is computed from them, and buffers: values are read when wanted.
+
+        Several names of one parameter have the same tensor.
+        """
+        found: dict[Any, torch.Tensor] = {}
+        result = {}
+        for name, like in self._like.items():
+            entry = self._entries[name]
+            if isinstance(entry, nn.Parameter) and entry in self._reader:
+                if entry not in found:
+                    found[entry] = self._reader.deferred(entry)
+                result[name] = found[entry]
+            elif like.is_meta:
+                result[name] = deferred_from(like.shape, like.dtype, functools.partial(self._own, name))
+            else:
+                result[name] = like.detach()
+        return result
+
+    def _own(self, name: str) -> torch.Tensor:
+        value: torch.Tensor = self[name]
+        return value.clone(memory_format=torch.contiguous_format)
+
     def _shape_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        return torch.empty_like(param, device="meta") if param in self._reader else None
+        if param not in self._reader:
+            return None
+        dtype = self._reader.full_dtype(param)
+        return torch.empty_like(param, dtype=dtype, device="meta")
 
     def _compute(self, derived: _Derived) -> Mapping[str, Any]:
         """All entries of the module, computed from values; kept until something else is asked for."""

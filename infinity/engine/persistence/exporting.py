@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from infinity.engine.deferred import Materializer
 from infinity.engine.persistence.optimizer_file import OptimizerFile
 from infinity.engine.persistence.pieces import Piece, Pieces, tail_bytes
 from infinity.engine.persistence.stored_state import StoredState
@@ -198,22 +199,22 @@ class Exporter:
             files.write(name, 0, buffer.to(self._dtype_of(buffer.dtype)))
 
 
-def export_weights(
+def export_tensors(
     out: Path,
-    entries: Sequence[Entry],
-    read: Callable[[str], torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     *,
     tied: Mapping[str, str],
     max_file_bytes: float,
+    beside: Callable[[Path], None] = lambda directory: None,
 ) -> None:
     """Write tensors as safetensors files, one in memory at a time.
 
     Args:
         out: a directory that does not exist, or is empty.
-        entries: what there is.
-        read: the value of each.
+        tensors: by name, real and deferred ones.
         tied: further names of some.
         max_file_bytes: how many bytes of tensors there are in a file.
+        beside: writes other files into the directory.
 
     Raises:
         DirectoryError: ``out`` is no such directory.
@@ -221,18 +222,27 @@ def export_weights(
         ModelError: the format has no word for a dtype.
         StorageError: something could not be read or written; nothing is left.
     """
+    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     planned = plan_files(entries, max_file_bytes, tied=tied)
     check_output(out, sum(file.num_bytes for file in planned))
     with output_directory(out) as directory:
         files, durable = TensorFiles(directory, planned), False
         try:
-            for entry in entries:
-                files.write(entry.name, 0, read(entry.name).detach().cpu().to(entry.dtype).contiguous())
+            for name, value in values_of(tensors):
+                files.write(name, 0, value.detach().cpu().contiguous())
             durable = True
         finally:
             files.close(durable=durable)
         if len(planned) > 1:
             write_text(directory / INDEX_NAME, json.dumps(index_of(planned, entries), indent=2) + "\n")
+        beside(directory)
+
+
+def values_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The values of real and deferred tensors, made one after the other."""
+    make = Materializer()
+    for name, tensor in tensors.items():
+        yield name, make(tensor) if tensor.is_meta else tensor
 
 
 def _is_in_order(slot: Slot) -> bool:

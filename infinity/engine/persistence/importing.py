@@ -102,7 +102,7 @@ class _Indexed(Mapping[str, torch.Tensor]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file_of = _read_index(path)
+        self._file_of = read_index(path)
         self._open: tuple[Path, Mapping[str, torch.Tensor]] | None = None
         for file in list(dict.fromkeys(self._file_of.values())):
             if not file.is_file():
@@ -129,7 +129,12 @@ class _Indexed(Mapping[str, torch.Tensor]):
         return len(self._file_of)
 
 
-def _read_index(path: Path) -> dict[str, Path]:
+def read_index(path: Path) -> dict[str, Path]:
+    """The file of each tensor that an index names, beside the index.
+
+    Raises:
+        StorageError: it cannot be read, or is none.
+    """
     try:
         if path.stat().st_size > _MAX_INDEX_BYTES:
             raise StorageError("the index is too large to be one", path=path)
