@@ -265,6 +265,23 @@ class Config(BaseModel):
         return weights
 
     @classmethod
+    def of(cls, config: Config | dict[str, Any] | str | os.PathLike[str] | None) -> Config:
+        """From whatever says one: a ``Config``, its fields, the path of a JSON file; ``None`` for the defaults.
+
+        Raises:
+            ConfigError: as for the constructor, or ``config`` is none of these.
+        """
+        if config is None:
+            return cls()
+        if isinstance(config, Config):
+            return config
+        if isinstance(config, dict):
+            return cls.from_dict(config)
+        if isinstance(config, (str, os.PathLike)):
+            return cls.from_json(config)
+        raise ConfigError(f"config: expected a Config, a dictionary or a path, got {type(config).__name__}")
+
+    @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Config:
         """Build from a dictionary with the field names as keys.
 

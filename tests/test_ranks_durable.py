@@ -125,6 +125,13 @@ engine.load_checkpoint(root / "saved")
 assert [step(engine, number) for number in range(5, 8)] == losses
 same(engine, third)
 engine.save_checkpoint(root / "later")
+
+# One of them writes the weights, the others give it theirs; what it is refused, all are told.
+engine.export_safetensors(root / "exported")
+exported = infinity.open_weights(root / "exported")
+assert all(torch.equal(exported[name], value) for name, value in third.items()) and len(exported) == len(third)
+refused(RankFailedError if rank else DirectoryError, lambda: engine.export_safetensors(root / "exported"))
+same(engine, third)
 engine.close()
 
 # Directories that are not the run's.

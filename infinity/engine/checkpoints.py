@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -229,11 +230,13 @@ class Checkpoints(Assembly):
         together, out = self._durability.together, user_path(path, what)
 
         def act() -> None:
-            if together.ranks.rank == 0:
-                export_tensors(out, tensors, **how)
-            else:
-                for _ in values_of(tensors):  # what others read takes part in, too
-                    pass
+            values = values_of(tensors)
+            try:
+                if together.ranks.rank == 0:
+                    export_tensors(out, tensors, values, **how)
+            finally:
+                if together.ranks.num_ranks > 1:  # reading is something that all do, each one as often as the others
+                    deque(values, maxlen=0)
 
         together.do(what, act)
 

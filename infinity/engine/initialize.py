@@ -11,7 +11,6 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.collectives import DeviceMesh, ProcessGroup
 from infinity.engine.engine import Engine
-from infinity.errors import ConfigError
 
 
 def initialize(
@@ -42,12 +41,4 @@ def initialize(
         DirectoryError: an NVMe path is missing, unusable or in use by another job.
         DiskFullError: the NVMe paths have no room for the state.
     """
-    if config is None:
-        config = Config()
-    elif isinstance(config, dict):
-        config = Config.from_dict(config)
-    elif isinstance(config, (str, os.PathLike)):
-        config = Config.from_json(config)
-    elif not isinstance(config, Config):
-        raise ConfigError(f"config: expected a Config, a dictionary or a path, got {type(config).__name__}")
-    return Engine(model, optimizer, config, process_group)
+    return Engine(model, optimizer, Config.of(config), process_group)

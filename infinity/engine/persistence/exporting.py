@@ -202,6 +202,7 @@ class Exporter:
 def export_tensors(
     out: Path,
     tensors: Mapping[str, torch.Tensor],
+    values: Iterator[tuple[str, torch.Tensor]],
     *,
     tied: Mapping[str, str],
     max_file_bytes: float,
@@ -212,6 +213,7 @@ def export_tensors(
     Args:
         out: a directory that does not exist, or is empty.
         tensors: by name, real and deferred ones.
+        values: of ``values_of(tensors)``; what is left of them after a failure is the caller's.
         tied: further names of some.
         max_file_bytes: how many bytes of tensors there are in a file.
         beside: writes other files into the directory.
@@ -228,7 +230,7 @@ def export_tensors(
     with output_directory(out) as directory:
         files, durable = TensorFiles(directory, planned), False
         try:
-            for name, value in values_of(tensors):
+            for name, value in values:
                 files.write(name, 0, value.detach().cpu().contiguous())
             durable = True
         finally:
