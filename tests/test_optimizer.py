@@ -230,6 +230,17 @@ class Global(UserOptimizer):
             group["norm"] = float(torch.stack([gradient.norm() for gradient in gradients]).norm()) if gradients else 0.0
 
 
+def test_deferred_parameters_may_be_in_several_groups(tmp_path: Path) -> None:
+    with infinity.deferred_init(threshold_bytes=256):
+        model = Perceptron()
+    assert model[0].weight.is_meta
+    groups = [{"params": [layer.weight for layer in model]}, {"params": [layer.bias for layer in model]}]
+    with infinity.initialize(model, torch.optim.Adam(groups), Config(device="cpu", hbm="1MiB", ram="8MiB")) as engine:
+        engine.backward(engine(*models.vectors(0)).square().mean())
+        engine.step()
+        assert all(bool(value.isfinite().all()) for value in engine.state_dict().values())
+
+
 def test_an_optimizer_that_needs_all_parameters_at_once_is_refused(tmp_path: Path) -> None:
     engine, _ = start(Global, tmp_path)
     with engine:

@@ -81,6 +81,9 @@ def probe(optimizer: torch.optim.Optimizer) -> Traits:
             has = optimizer.state.get(param, {}).items()
             names = [name for name, value in has if isinstance(value, torch.Tensor) and value.shape == param.shape]
             states[param] = tuple(dict.fromkeys([*found[index, shape], *names]))
+    for param in states:
+        if param.is_meta:  # a deferred one is swapped for its placeholder, which PyTorch refuses under a weak reference
+            _WITHOUT_GRADIENT.pop(param, None)
     return Traits(states, is_serial)
 
 
