@@ -192,7 +192,7 @@ class Checkpoints(Assembly):
             StorageError: something could not be read or written; nothing is left.
         """
         self._settle("export_safetensors")
-        params = {slot.name: slot.param for part in self._parts for slot in part.slots}
+        params = {slot.name: slot.param for part in self._plan.whole_parts for slot in part.slots}
         weights = {name: self._reader.deferred(param) for name, param in params.items()}
         self._export(
             "export_safetensors",

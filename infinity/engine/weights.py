@@ -93,7 +93,7 @@ class WeightReader:
     def deferred(self, param: nn.Parameter) -> torch.Tensor:
         """A deferred tensor of a parameter at full precision, which is read when its values are wanted."""
         read = functools.partial(self.read, param, full=True)
-        return deferred_from(self._places[param][1].shape, self.full_dtype(param), read)
+        return deferred_from(param.shape, self.full_dtype(param), read)
 
     def join(self, slot: Slot, piece: torch.Tensor) -> torch.Tensor:
         """All of a value of a slot's parameter, of which this rank has ``piece``; the same on all ranks."""
