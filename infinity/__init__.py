@@ -130,6 +130,8 @@ _HOMES = {
 if not TYPE_CHECKING:  # to a type checker, a module with this has every name, misspelt ones too
 
     def __getattr__(name: str) -> Any:
+        if name == "plan":  # a package that can be called; importing it sets the name
+            return importlib.import_module("infinity.plan")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value = getattr(importlib.import_module(_HOMES[name]), name)
@@ -137,4 +139,4 @@ if not TYPE_CHECKING:  # to a type checker, a module with this has every name, m
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, "plan"})

@@ -283,7 +283,7 @@ def plan_within(model: nn.Module, config: Config, device: torch.device, plan: Ca
     coarse = plan(config)
     if not coarse.complaints(model, config, device):
         return coarse
-    fine = plan(_least(model, config, device, plan))
+    fine = plan(least_budgets(model, config, device, plan))
     complaints = fine.complaints(model, config, device)
     if not complaints:
         return fine
@@ -296,7 +296,9 @@ def plan_within(model: nn.Module, config: Config, device: torch.device, plan: Ca
     )
 
 
-def _least(model: nn.Module, config: Config, device: torch.device, plan: Callable[[Config], Plan]) -> Config:
+def least_budgets(
+    model: nn.Module, config: Config, device: torch.device, plan: Callable[[Config], Plan]
+) -> Config:
     """Budgets grown from nothing, as little as can be, until a plan fits its own: larger ones may mean larger units."""
     config = config.model_copy(update={"hbm": ByteSize(1), "ram": ByteSize(1)})
     while True:

@@ -98,6 +98,6 @@ def summarize(plan: Plan, model: nn.Module, config: Config, device: torch.device
 
 
 def _free_bytes(paths: Sequence[Path]) -> int:
-    """What is free on the disks of some directories, together."""
-    free = {path.stat().st_dev: os.statvfs(path) for path in paths}
+    """What is free on the disks of those directories that are there, together."""
+    free = {path.stat().st_dev: os.statvfs(path) for path in paths if path.exists()}
     return sum(disk.f_bavail * disk.f_frsize for disk in free.values())
