@@ -20,6 +20,8 @@ WIDTH = 192  # a weight is large enough to be deferred
 
 
 class Tied(nn.Module):
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WIDTH, WIDTH)
@@ -170,7 +172,7 @@ def test_a_tensor_that_is_where_it_is_wanted_is_not_copied() -> None:
 
 
 def test_a_source_is_asked_each_time() -> None:
-    made = []
+    made: list[torch.Tensor] = []
 
     def read() -> torch.Tensor:
         made.append(torch.arange(6.0).view(2, 3) + len(made))
@@ -258,9 +260,11 @@ def test_the_state_of_an_engine_as_deferred_tensors(tmp_path: Path, precision: s
             halves = {f"half.{i}": half for i, half in enumerate(state["embedding.weight"].double().chunk(2))}
         with pytest.raises(ModelError, match="cannot hold"):
             engine.export_tensors(tmp_path / "out", {"a": torch.zeros(3, dtype=torch.complex128)})
-        engine.export_tensors(
-            tmp_path / "out", halves, max_file_bytes=1, beside=lambda out: (out / "more.txt").write_text("x") and None
-        )
+
+        def beside(out: Path) -> None:
+            (out / "more.txt").write_text("x")
+
+        engine.export_tensors(tmp_path / "out", halves, max_file_bytes=1, beside=beside)
         with pytest.raises(DirectoryError, match="not empty"):
             engine.export_tensors(tmp_path / "out", halves)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [

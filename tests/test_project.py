@@ -6,18 +6,15 @@ import ast
 import inspect
 import os
 import re
-import runpy
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from torch import nn
 
 import infinity
 from infinity.config import Config
@@ -97,41 +94,6 @@ def test_ci_takes_exactly_the_test_command() -> None:
     [pattern] = re.findall(r"grep -E '([^']*)' README\.md", _read(".ci/run"))
     assert re.findall(pattern, _read("README.md"), re.MULTILINE) == [_TEST_COMMAND]
     assert os.access(_REPOSITORY / ".ci/run", os.X_OK)
-
-
-class _ReadmeModel(nn.Module):
-    """Returns its loss, as README's model does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            batch = layer(batch)
-        return batch.square().mean()
-
-
-def test_readme_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example, *_ = re.findall(r"^```python\n(.*?)^```$", _read("README.md"), re.MULTILINE | re.DOTALL)
-    for there, here in (('device="cuda"', 'device="cpu"'), ('"/mnt/nvme0"', repr(str(tmp_path)))):
-        assert example.count(there) == 1
-        example = example.replace(there, here)
-    script = tmp_path / "example.py"
-    script.write_text(example, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    loader = [torch.randn(2, 16) for _ in range(3)]
-    before = _ReadmeModel().state_dict()
-
-    runpy.run_path(str(script), init_globals={"MyModel": _ReadmeModel, "loader": loader})
-
-    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert {name: (value.shape, value.dtype) for name, value in weights.items()} == {
-        name: (value.shape, torch.float32) for name, value in before.items()
-    }
-    assert all(value.isfinite().all() for value in weights.values())
-    assert not (tmp_path / "infinity-rank0").exists()
 
 
 @pytest.mark.parametrize(
@@ -248,23 +210,3 @@ def test_version_is_the_same_everywhere() -> None:
     [version] = re.findall(r'^version = "(.+)"$', _read("pyproject.toml"), re.MULTILINE)
     assert infinity.__version__ == version
     assert f"\n## [{version}]" in _read("CHANGELOG.md")
-
-
-def test_readme_example_of_a_durable_run_resumes(tmp_path: Path) -> None:
-    _, example = re.findall(r"^```python\n(.*?)^```$", _read("README.md"), re.MULTILINE | re.DOTALL)
-    example = example.replace("infinity.Config(...,", f"infinity.Config(device='cpu', nvme={str(tmp_path)!r},")
-    assert example.count("10_000") == 1
-    assert example.count("durability=100") == 1
-    example = example.replace("durability=100", "durability=1")
-
-    def train(num_steps: int) -> int:
-        model = _ReadmeModel()
-        optimizer = torch.optim.AdamW(model.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        names = {"infinity": infinity, "model": model, "optimizer": optimizer, "scheduler": scheduler}
-        script = example.replace("10_000", str(num_steps))
-        exec(script, names | {"batch_of": lambda step: torch.full((2, 16), float(step))})
-        return scheduler.last_epoch
-
-    assert train(3) == 3
-    assert train(5) == 5

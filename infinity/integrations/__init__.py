@@ -1,1 +1,1 @@
-"""infinity where its users are: DeepSpeed, Transformers, Accelerate, Lightning; each is imported only when it is used."""
+"""infinity where its users are: DeepSpeed, Transformers, Accelerate, Lightning; each is imported only when used."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import torch
 
 from infinity.engine.engine import Engine
 from infinity.engine.meeting import place
-from infinity.engine.persistence.exporting import export_weights
-from infinity.engine.persistence.tensor_files import Entry
+from infinity.engine.persistence.exporting import export_tensors
 from infinity.errors import system_errors
 
 _PICKLED = {".bin", ".pt", ".pth"}
@@ -31,33 +31,29 @@ def write_weights(engine: Engine, path: Path, *, without_frozen: bool = False) -
         StorageError: something could not be read or written; what was there stays.
     """
     weights = _Weights(engine, without_frozen=without_frozen)
-    is_first = place().rank == 0
-    if path.suffix in _PICKLED:
-        tensors: dict[str, torch.Tensor] = {}
-        for entry in weights.entries:
-            value = weights.read(entry.name)
-            if is_first:
-                tensors[entry.name] = value
-        if is_first:
+    values, is_first = weights.values(), place().rank == 0
+    try:
+        if is_first and path.suffix in _PICKLED:
+            tensors = dict(values)
             tensors |= {alias: tensors[name] for alias, name in weights.tied.items()}
             _replace(path, lambda partial: torch.save(tensors, partial))
-    elif is_first:
-        directory = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        export_weights(directory, weights.entries, weights.read, tied=weights.tied, max_file_bytes=float("inf"))
-        with system_errors("putting the weights in their place", path):
-            [file] = directory.iterdir()
-            file.replace(path)
-            directory.rmdir()
-    else:
-        for entry in weights.entries:
-            weights.read(entry.name)
+        elif is_first:
+            directory = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+            export_tensors(directory, weights.like, values, tied=weights.tied, max_file_bytes=float("inf"))
+            with system_errors("putting the weights in their place", path):
+                [file] = directory.iterdir()
+                file.replace(path)
+                directory.rmdir()
+    finally:
+        if place().num_ranks > 1:  # reading is something that all do, each one as often as the others
+            deque(values, maxlen=0)
 
 
 class _Weights:
     """What is to be written.
 
     Attributes:
-        entries: the tensors, tied ones once.
+        like: a meta tensor of the shape and dtype of each tensor, by name; tied ones once.
         tied: further names of some.
     """
 
@@ -67,7 +63,7 @@ class _Weights:
         params = dict(module.named_parameters(remove_duplicate=False))
         buffers = dict(module.named_buffers(remove_duplicate=False))
         computing = next((param.dtype for param in params.values() if param.is_floating_point()), torch.float32)
-        self.entries: list[Entry] = []
+        self.like: dict[str, torch.Tensor] = {}
         self.tied: dict[str, str] = {}
         first: dict[int, str] = {}
         for name in self._values:
@@ -76,19 +72,23 @@ class _Weights:
                 value = self._values[name]
                 if isinstance(value, torch.Tensor):
                     is_weight = value.is_floating_point() and name not in buffers
-                    self.entries.append(Entry(name, computing if is_weight else value.dtype, tuple(value.shape)))
+                    self._add(name, value.shape, computing if is_weight else value.dtype)
             elif without_frozen and not param.requires_grad:
                 continue
             elif id(param) in first:
                 self.tied[name] = first[id(param)]
             else:
                 first[id(param)] = name
-                self.entries.append(Entry(name, param.dtype, tuple(param.shape)))
-        self._dtypes = {entry.name: entry.dtype for entry in self.entries}
+                self._add(name, param.shape, param.dtype)
 
-    def read(self, name: str) -> torch.Tensor:
-        value: torch.Tensor = self._values[name]
-        return value.detach().to("cpu", self._dtypes[name]).contiguous()
+    def _add(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.like[name] = torch.empty(shape, dtype=dtype, device="meta")
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, read one after the other."""
+        for name, like in self.like.items():
+            value: torch.Tensor = self._values[name]
+            yield name, value.detach().to("cpu", like.dtype).contiguous()
 
 
 def _replace(path: Path, write: Any) -> None:
