@@ -34,7 +34,8 @@ class Tied(nn.Module):
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        return (self.head(hidden) * self.scale[0]).square().mean()
+        loss: torch.Tensor = (self.head(hidden) * self.scale[0]).square().mean()
+        return loss
 
 
 def tied(seed: int) -> Tied:

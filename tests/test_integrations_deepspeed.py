@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import itertools
 import json
@@ -19,19 +18,18 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import infinity.integrations.deepspeed as deepspeed
+from deepspeed_training import ROOM, train, train_plainly, under, weights_of
 from infinity import ConfigError, EngineStateError, ModelError, NoCommitError, NonFiniteWarning, open_checkpoint
-from infinity.deepspeed_json import read_deepspeed
 from infinity.engine.meeting import Place
 from infinity.engine.traffic import kept, state_for
 from infinity.integrations.deepspeed.data import load_micro_batches
 from infinity.integrations.deepspeed.log import _said
-from parity import Plain, assert_same, tiny_scale
+from parity import assert_same, tiny_scale
 from parity_models import GPT, MLP, WIDTH, tokens
 from ranks_harness import RankServer, ranks
 
 __all__ = ["ranks", "tiny_scale"]
 
-ROOM: dict[str, Any] = {"device": "cpu", "hbm": "1MiB", "ram": "8MiB"}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 3}}
 
@@ -61,76 +59,21 @@ def leave_group() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-@contextlib.contextmanager
-def under(
-    config: dict[str, Any], make_model: Callable[[], nn.Module] = GPT, **options: Any
-) -> Iterator[deepspeed.DeepSpeedEngine]:
-    """A model under the engine, closed at the end."""
-    torch.manual_seed(0)
-    model = make_model()
-    torch.manual_seed(1)
-    engine, *_ = deepspeed.initialize(model=model, config=config, **{**ROOM, **options})
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-
-
-def train(engine: deepspeed.DeepSpeedEngine, num_steps: int, first: int = 0) -> list[torch.Tensor]:
-    """The loop of any DeepSpeed script; the losses."""
-    losses = []
-    per_step = engine.gradient_accumulation_steps()
-    for index in range(first * per_step, (first + num_steps) * per_step):
-        loss = engine(*tokens(index))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
-    return losses
-
-
-def train_plainly(
-    config: dict[str, Any], num_steps: int, precision: str = "fp32", scaler: dict[str, Any] | None = None
-) -> tuple[list[torch.Tensor], Plain]:
-    """The same in plain PyTorch, with the optimizer and the scheduler of the configuration."""
-    torch.manual_seed(0)
-    model = GPT()
-    settings = read_deepspeed(config, fields={"device": "cpu"})
-    assert settings.optimizer is not None
-    optimizer = settings.optimizer.make(model.parameters())
-    plain = Plain(model, optimizer, precision, scaler, max_grad_norm=config.get("gradient_clipping"))
-    scheduler = None if settings.scheduler is None else settings.scheduler.make(optimizer)
-    torch.manual_seed(1)
-    losses, per_step = [], config.get("gradient_accumulation_steps", 1)
-    for step in range(num_steps):
-        for micro in range(per_step):
-            loss = model(*tokens(step * per_step + micro))
-            plain.backward(loss / per_step)
-            losses.append(loss.detach())
-        plain.step()
-        if scheduler is not None:
-            scheduler.step()
-    return losses, plain
-
-
-def weights_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    return dict(engine.infinity.state_dict())
-
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "one micro-batch": ("fp32", {}),
-    "four": ("fp32", {"gradient_accumulation_steps": 4}),
-    "clipping": ("fp32", {"gradient_clipping": 0.05}),
-    "all of it": ("fp32", {"gradient_accumulation_steps": 4, "gradient_clipping": 0.05, "scheduler": WARMUP}),
-    "bf16": ("bf16", {"gradient_accumulation_steps": 2, "gradient_clipping": 0.05, "bf16": {"enabled": True}}),
+CASES: dict[str, dict[str, Any]] = {
+    "one micro-batch": {},
+    "four": {"gradient_accumulation_steps": 4},
+    "clipping": {"gradient_clipping": 0.05},
+    "all of it": {"gradient_accumulation_steps": 4, "gradient_clipping": 0.05, "scheduler": WARMUP},
+    "bf16": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.05, "bf16": {"enabled": True}},
 }
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_are_those_of_plain_pytorch(case: str, stage: int, tmp_path: Path) -> None:
-    precision, more = CASES[case]
-    config = {"train_micro_batch_size_per_gpu": 3, "optimizer": ADAMW, "zero_optimization": {"stage": stage}, **more}
-    expected, plain = train_plainly(config, 3, precision)
+    config = {"train_micro_batch_size_per_gpu": 3, "optimizer": ADAMW, "zero_optimization": {"stage": stage}}
+    config |= CASES[case]
+    expected, plain = train_plainly(config, 3)
     with under(config, nvme=str(tmp_path)) as engine:
         assert_same(train(engine, 3), expected, "losses")
         assert_same(weights_of(engine), plain.outcome(None).weights, "weights")
@@ -170,7 +113,7 @@ def test_the_example_trains_as_it_stands(tmp_path: Path, caplog: pytest.LogCaptu
         assert len([each for each in said if each.startswith("zero_optimization.") and key in each]) == 1, key
     assert optimizer.loss_scale == optimizer.cur_scale == engine.infinity.loss_scale == 65536.0
     losses = train(engine, 6)
-    expected, plain = train_plainly(config, 6, "fp16", {"init_scale": 65536.0, "growth_interval": 1000})
+    expected, plain = train_plainly(config, 6)
     assert engine.skipped_steps == 0, "the reference knows no hysteresis"
     assert_same(losses, expected, "losses")
     assert_same(weights_of(engine), plain.outcome(None).weights, "weights")

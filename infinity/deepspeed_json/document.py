@@ -138,7 +138,7 @@ class Given:
             if isinstance(value, bool):
                 raise TypeError
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise wrong(dotted, "a number", value) from None
         if not least <= number < float("inf"):
             raise wrong(dotted, f"a number of {least:g} or more", value)

@@ -115,6 +115,7 @@ KEYS: tuple[Key, ...] = (
     refused("expert_parallel", _NO_MODEL_PARALLELISM, is_open=True),
     refused("sequence_parallel_size", _NO_MODEL_PARALLELISM, asks=other_than(0, 1)),
     refused("hybrid_engine", "generate with engine.module.generate(); leave this out", is_open=True),
+    refused("graph_harvesting", "the field compile=True has blocks compiled; leave this out"),
     refused("compile", "give the field compile=True: blocks are then compiled", is_open=True),
     not_needed("checkpoint.tag_validation", "ranks agree on every checkpoint before it counts"),
     not_needed("checkpoint.load_universal", "any number of ranks goes on from a checkpoint of any other"),

@@ -99,8 +99,8 @@ class OptimizerSpec:
         if lower not in kinds:
             names = sorted(kind.__name__ for kind in kinds.values())
             raise ConfigError(
-                f"DeepSpeed configuration: optimizer.type = {self.type!r}: torch.optim has none of that name"
-                f"{closest(self.type, names) or '; it has ' + ', '.join(names)}; or give initialize() your own"
+                f"DeepSpeed configuration: optimizer.type = {self.type!r}: torch.optim has none of that name; give "
+                f"initialize() your own{closest(self.type, names) or '; it has ' + ', '.join(names)}"
             )
         return kinds[lower]
 
