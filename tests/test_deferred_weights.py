@@ -276,3 +276,14 @@ def test_the_state_of_an_engine_as_deferred_tensors(tmp_path: Path, precision: s
     ]
     again = {name: materialize(each) for name, each in infinity.deferred_weights(tmp_path / "out").items()}
     assert torch.equal(torch.cat([again["half.0"], again["half.1"]]), plain.embedding.weight.double())
+
+
+def test_what_is_computed_from_parameters_is_deferred_inside_deferred_init_too(tmp_path: Path) -> None:
+    model = tied(3)
+    infinity.tile_large_layers(model, WIDTH * WIDTH)
+    with infinity.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-3), config(tmp_path)) as engine:
+        expected = dict(engine.state_dict())
+        assert expected.keys() - dict(model.named_parameters()).keys() > {"embedding.weight"}
+        with infinity.deferred_init():
+            state = engine.state_dict().deferred()
+        assert_equal({name: materialize(each) if each.is_meta else each for name, each in state.items()}, expected)

@@ -23,6 +23,7 @@ from infinity.engine.filled import filled
 from infinity.engine.formats import FormatOf
 from infinity.engine.states import StateFormatOf, exact_states
 from infinity.engine.substep import PartState
+from infinity.engine.tape import bare
 from infinity.engine.unit import PARAM, Part, Slot, state_kind
 from infinity.errors import ModelError
 from infinity.store.loop import LoopThread
@@ -195,7 +196,7 @@ class StreamingStateDict(Mapping[str, Any]):
         self._reader = reader
         self._computed: tuple[_Derived, Mapping[str, Any]] | None = None
         try:
-            with filled(module.modules(), self._shape_of) as made:
+            with bare(), filled(module.modules(), self._shape_of) as made:
                 entries = module.state_dict(keep_vars=True)
         except (RuntimeError, NotImplementedError) as error:  # what PyTorch raises for meta tensors
             raise ModelError(
