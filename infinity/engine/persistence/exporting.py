@@ -27,6 +27,7 @@ from infinity.engine.persistence.tensor_files import (
     index_of,
     output_directory,
     plan_files,
+    sync_files,
     write_text,
 )
 from infinity.engine.unit import Part, Slot
@@ -216,7 +217,7 @@ def export_tensors(
         values: of ``values_of(tensors)``; what is left of them after a failure is the caller's.
         tied: further names of some.
         max_file_bytes: how many bytes of tensors there are in a file.
-        beside: writes other files into the directory.
+        beside: writes other files into the directory; they are made durable.
 
     Raises:
         DirectoryError: ``out`` is no such directory.
@@ -238,6 +239,7 @@ def export_tensors(
         if len(planned) > 1:
             write_text(directory / INDEX_NAME, json.dumps(index_of(planned, entries), indent=2) + "\n")
         beside(directory)
+        sync_files(directory)
 
 
 def values_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -320,3 +320,18 @@ def write_text(path: Path, text: str) -> None:
         output.write(0, content)
     finally:
         output.close(durable=True)
+
+
+def sync_files(directory: Path) -> None:
+    """Make durable what others have written into a directory, and into those inside it.
+
+    Raises:
+        StorageError: the system reported an error.
+    """
+    for path in (*directory.rglob("*"), directory):
+        with system_errors("making a file durable", path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
