@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: ``InfinityTrainer``, a ``transformers.Trainer`` that trains with the engine."""
+"""Hugging Face Transformers: pretrained models in, training with ``InfinityTrainer``, and back out again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Any
 from infinity.integrations.missing import need
 
 if TYPE_CHECKING:
+    from infinity.integrations.transformers.exporting import export_pretrained
+    from infinity.integrations.transformers.loading import from_pretrained
     from infinity.integrations.transformers.trainer import InfinityTrainer
 
-__all__ = ["InfinityTrainer"]
+__all__ = ["InfinityTrainer", "export_pretrained", "from_pretrained"]
 
-_HOMES = {"InfinityTrainer": "infinity.integrations.transformers.trainer"}
+_HOMES = {
+    "InfinityTrainer": "infinity.integrations.transformers.trainer",
+    "export_pretrained": "infinity.integrations.transformers.exporting",
+    "from_pretrained": "infinity.integrations.transformers.loading",
+}
 
 if not TYPE_CHECKING:  # to a type checker, a module with this has every name, misspelt ones too
 
