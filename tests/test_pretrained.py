@@ -22,7 +22,10 @@ from infinity.errors import BudgetError, ConfigError, InfinityError, ModelError,
 transformers = pytest.importorskip("transformers", reason="needs Hugging Face transformers")
 
 import families_hf  # noqa: E402
-from infinity.integrations.transformers import export_pretrained, from_pretrained  # noqa: E402
+import parity_models  # noqa: E402
+from infinity.integrations.transformers import InfinityTrainer, export_pretrained, from_pretrained  # noqa: E402
+from infinity.integrations.transformers.checkpoints import load_weights  # noqa: E402
+from infinity.integrations.transformers.saving import save_pretrained  # noqa: E402
 
 FAMILIES = families_hf.FAMILIES
 
@@ -468,6 +471,56 @@ def test_files_of_a_tokenizer_go_along(tmp_path: Path) -> None:
     for name, expected in (("a", own), ("b", []), ("c", ["spiece.model"])):
         assert sorted({path.name for path in (tmp_path / name).iterdir()} - model) == expected
     assert (tmp_path / "a" / own[0] / "tools.jinja").read_text() == "{{ x }}"
+
+
+def test_a_trainer_takes_it_and_saves_it_as_published(tmp_path: Path) -> None:
+    directory = saved(tmp_path, "Mixtral")
+    [tokens] = parity_models.tokens(0)
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+
+    def arguments(name: str) -> Any:
+        return transformers.TrainingArguments(
+            str(tmp_path / name), max_steps=2, per_device_train_batch_size=2, save_steps=2, report_to="none",
+            use_cpu=True, disable_tqdm=True, save_only_model=True,
+        )  # fmt: skip
+
+    plain = transformers.Trainer(
+        transformers.MixtralForCausalLM.from_pretrained(directory), arguments("plain"), train_dataset=data
+    )
+    plain.train()
+    lazy = from_pretrained(directory)
+    trainer = InfinityTrainer(lazy, arguments("ours"), train_dataset=data, infinity_config=config(tmp_path))
+    trainer.train()
+    assert_tensors(trainer.engine.state_dict(), plain.model.state_dict())
+    found = tmp_path / "ours" / "checkpoint-2"
+    expected = tmp_path / "plain" / "checkpoint-2"
+    assert load_file(found / "model.safetensors").keys() == load_file(expected / "model.safetensors").keys()
+    for param in lazy.parameters():
+        trainer.engine.values.set_weight(param, torch.zeros(param.shape))
+    load_weights(trainer.engine, expected)
+    assert_tensors(trainer.engine.state_dict(), plain.model.state_dict())
+    renamed(expected, ("lm_head", "head"))
+    with pytest.raises(ModelError, match=r"not all that a MixtralForCausalLM has; missing: lm_head\.weight"):
+        load_weights(trainer.engine, expected)
+    trainer.close()
+
+
+def test_of_a_model_with_adapters_these_are_saved(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs Hugging Face peft")
+    lazy = from_pretrained(saved(tmp_path, "Llama"))
+    with infinity.deferred_init():
+        lazy.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    trained = [param for param in lazy.parameters() if param.requires_grad]
+    with infinity.initialize(lazy, torch.optim.SGD(trained, lr=1), config(tmp_path)) as engine:
+        with pytest.raises(ModelError, match=r"adapters.*model\.save_pretrained"):
+            export_pretrained(engine, tmp_path / "out")
+        lazy.save_pretrained(tmp_path / "out", state_dict=dict(engine.state_dict()))
+        save_pretrained(engine, tmp_path / "again", writes=True)
+    names = {f"layers.{i}.self_attn.q_proj.lora_{each}.weight" for i in range(2) for each in "AB"}
+    found, again = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("out", "again"))
+    assert {name.partition("model.model.model.")[2] for name in found} == names
+    assert_tensors(again, found)
+    assert all(value.any() for value in found.values())
 
 
 def test_trained_weights_of_a_package(tmp_path: Path) -> None:

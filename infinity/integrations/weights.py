@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from infinity.engine.engine import Engine
@@ -27,11 +29,28 @@ def write_weights(engine: Engine, directory: Path, *, max_file_bytes: int = 5 * 
         RankFailedError: it failed on another rank.
         StorageError: they could not be written.
     """
+    replace_weights(directory, functools.partial(engine.export_safetensors, max_file_bytes=max_file_bytes), moves=moves)
+
+
+def replace_weights(directory: Path, write: Callable[[Path], None], *, moves: bool = True) -> None:
+    """Put files into a directory, weights among them, once all of them are written; what it had of weights goes.
+
+    All ranks call this; those that do not move return before the files are in their place.
+
+    Args:
+        directory: made if it is not there; other files in it stay.
+        write: writes the files into a directory that it makes. All ranks call it, and one of them writes.
+        moves: whether this rank is that one.
+
+    Raises:
+        RankFailedError: it failed on another rank.
+        StorageError: they could not be written.
+    """
     made = directory / f".weights-{secrets.token_hex(4)}"
     if moves:
         with system_errors("making the directory of weights", directory):
             directory.mkdir(parents=True, exist_ok=True)
-    engine.export_safetensors(made, max_file_bytes=max_file_bytes)
+    write(made)
     if moves:
         with system_errors("putting weights in their place", directory):
             new = {file.name for file in made.iterdir()}

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from infinity.engine.engine import Engine
@@ -28,6 +29,8 @@ from infinity.engine.persistence.importing import open_weights
 from infinity.engine.persistence.joined import open_checkpoint
 from infinity.engine.randomness import Generators
 from infinity.errors import DirectoryError, ModelError, NoCommitError
+from infinity.integrations.transformers.loading import converted_weights
+from infinity.integrations.transformers.sources import has_weights
 
 STATE_NAME = "infinity"
 TRAINER_STATE_NAME = "trainer_state.json"
@@ -137,6 +140,8 @@ def load_weights(engine: Engine, checkpoint: Path) -> None:
     if (checkpoint / STATE_NAME).is_dir():
         with open_checkpoint(checkpoint / STATE_NAME) as state:
             engine.load_state_dict(_with_aliases(engine.module, state.weights))
+    elif isinstance(engine.module, PreTrainedModel) and has_weights(checkpoint):
+        engine.load_state_dict(converted_weights(engine.module, checkpoint))
     else:
         engine.load_state_dict(_with_aliases(engine.module, open_weights(checkpoint)))
 

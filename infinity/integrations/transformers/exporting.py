@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -78,15 +79,15 @@ def export_pretrained(
         StorageError: something could not be read or written; nothing is left.
     """
     model = engine.module
+    if is_adapted(model):
+        raise ModelError(
+            "export_pretrained: the model has adapters of PEFT, and these are what is to be saved: "
+            "model.save_pretrained(directory, state_dict=dict(engine.state_dict()))"
+        )
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
             f"export_pretrained: expected an engine with a model of Transformers, got a {type(model).__name__}; engine."
             "export_safetensors() writes the weights of any model"
-        )
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise ModelError(
-            "export_pretrained: the model has adapters of PEFT, and these are what is to be saved: "
-            "model.save_pretrained(directory, state_dict=dict(engine.state_dict()))"
         )
     if dtype not in ("keep", *_DTYPES):
         raise ConfigError(f"export_pretrained(dtype): expected 'keep', 'fp32', 'bf16' or 'fp16', got {dtype!r}")
@@ -104,6 +105,12 @@ def export_pretrained(
             _copy_tokenizer(user_path(source, "export_pretrained(tokenizer)"), out, must=tokenizer is not True)
 
     engine.export_tensors(directory, tensors, max_file_bytes=max_file_bytes, beside=write_beside)
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether it has adapters of PEFT, which are saved while the base is not."""
+    is_wrapped = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return is_wrapped or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _weights(engine: Engine, model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from infinity.config import Config
 from infinity.engine.budget import plan_for, plan_within
-from infinity.engine.deferred import beside_meta
+from infinity.engine.deferred import beside_meta, is_deferred, materialize
 from infinity.engine.persistence.tensor_reading import StoredTensor
 from infinity.engine.precision import precision_of
 from infinity.errors import ConfigError, InfinityError, ModelError, StorageError
@@ -138,6 +138,42 @@ def from_pretrained(
         _check_budgets(model, config)
         _check_fp32(model, config)
     return (model, info) if with_info else model
+
+
+def converted_weights(model: PreTrainedModel, directory: Path) -> Mapping[str, torch.Tensor]:
+    """Weights in a directory as a model of this class has them, by its names; each is read when it is asked for.
+
+    Raises:
+        ModelError: there are not those of this model.
+        StorageError: a file is missing or damaged.
+    """
+    stored, kind = find_weights(directory), type(model)
+    is_wide = any(tensor.dtype == torch.float64 for tensor in stored.values())
+    dtype = torch.float64 if is_wide else torch.float32  # which loses nothing
+    loaded, info = _load(kind, model.config, stored, directory, dtype=dtype)
+    if info["mismatched_keys"]:
+        raise ModelError(_mismatch(kind, info["mismatched_keys"], stored, directory))
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"]))
+        raise ModelError(f"the weights in {directory} are not all that a {kind.__name__} has; missing: {missing}")
+    return _ReadWhenAsked(loaded.state_dict())
+
+
+class _ReadWhenAsked(Mapping[str, torch.Tensor]):
+    """Values of deferred and real tensors by name."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        return materialize(tensor) if is_deferred(tensor) else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def _refuse(others: Mapping[str, Any]) -> None:

@@ -73,8 +73,7 @@ def find_weights(directory: Path, *, variant: str | None = None) -> Mapping[str,
     Raises:
         StorageError: there are none, they are not safetensors, or a file is missing or damaged.
     """
-    middle = f".{variant}" if variant else ""
-    names = (f"model{middle}.safetensors", f"model.safetensors.index{middle}.json")
+    names = _names(variant)
     for name in names:
         if (directory / name).is_file():
             return find_tensors(directory / name, aliases=False)
@@ -87,6 +86,16 @@ def find_weights(directory: Path, *, variant: str | None = None) -> Mapping[str,
                 path=directory,
             )
     raise StorageError(f"no weights are here: expected {' or '.join(names)}", path=directory)
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether ``find_weights`` has something to look at."""
+    return any((directory / name).is_file() for name in _names(None))
+
+
+def _names(variant: str | None) -> tuple[str, str]:
+    middle = f".{variant}" if variant else ""
+    return f"model{middle}.safetensors", f"model.safetensors.index{middle}.json"
 
 
 def _download(name: str | os.PathLike[str], **how: Any) -> Path:
