@@ -405,6 +405,12 @@ def test_arguments_that_mean_nothing_here(tmp_path: Path, fields: dict[str, Any]
         from_pretrained(directory, **fields)
 
 
+def test_an_old_version_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.integrations.transformers.loading.transformers.__version__", "4.57.6")
+    with pytest.raises(ConfigError, match=r"4\.57\.6 is installed: pip install"):
+        from_pretrained(tmp_path)
+
+
 def test_names_that_are_nowhere(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"'owner/name' is no directory here.*not in the local cache"):
         from_pretrained("owner/name", local_files_only=True, cache_dir=tmp_path / "cache")

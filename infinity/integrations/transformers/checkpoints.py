@@ -29,7 +29,7 @@ from infinity.engine.persistence.importing import open_weights
 from infinity.engine.persistence.joined import open_checkpoint
 from infinity.engine.randomness import Generators
 from infinity.errors import DirectoryError, ModelError, NoCommitError
-from infinity.integrations.transformers.loading import converted_weights
+from infinity.integrations.transformers.loading import can_load_deferred, converted_weights
 from infinity.integrations.transformers.sources import has_weights
 
 STATE_NAME = "infinity"
@@ -140,7 +140,7 @@ def load_weights(engine: Engine, checkpoint: Path) -> None:
     if (checkpoint / STATE_NAME).is_dir():
         with open_checkpoint(checkpoint / STATE_NAME) as state:
             engine.load_state_dict(_with_aliases(engine.module, state.weights))
-    elif isinstance(engine.module, PreTrainedModel) and has_weights(checkpoint):
+    elif isinstance(engine.module, PreTrainedModel) and can_load_deferred() and has_weights(checkpoint):
         engine.load_state_dict(converted_weights(engine.module, checkpoint))
     else:
         engine.load_state_dict(_with_aliases(engine.module, open_weights(checkpoint)))

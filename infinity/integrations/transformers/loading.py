@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from infinity.config import Config
@@ -53,7 +53,7 @@ def from_pretrained(
     config: Config | None = None,
     *,
     model_class: type[Any] | None = None,
-    model_config: PreTrainedConfig | None = None,
+    model_config: PretrainedConfig | None = None,
     dtype: torch.dtype | str = torch.float32,
     revision: str | None = None,
     subfolder: str = "",
@@ -97,6 +97,11 @@ def from_pretrained(
         StorageError: weights are missing, damaged or no safetensors, or the repository cannot be had.
     """
     dtype = others.pop("torch_dtype", dtype)
+    if not can_load_deferred():
+        raise ConfigError(
+            f"from_pretrained needs Transformers 5 or newer, and {transformers.__version__} is installed: "
+            "pip install -U 'transformers>=5'"
+        )
     _refuse(others)
     if config is not None and not isinstance(config, Config):
         raise ConfigError(
@@ -138,6 +143,11 @@ def from_pretrained(
         _check_budgets(model, config)
         _check_fp32(model, config)
     return (model, info) if with_info else model
+
+
+def can_load_deferred() -> bool:
+    """Whether this version of Transformers loads deferred tensors as it loads those in files."""
+    return int(transformers.__version__.partition(".")[0]) >= 5
 
 
 def converted_weights(model: PreTrainedModel, directory: Path) -> Mapping[str, torch.Tensor]:
@@ -186,7 +196,7 @@ def _refuse(others: Mapping[str, Any]) -> None:
 
 def _read_config(
     directory: Path, model_class: type[Any] | None, fields: Mapping[str, Any]
-) -> tuple[PreTrainedConfig, dict[str, Any]]:
+) -> tuple[PretrainedConfig, dict[str, Any]]:
     """The model's configuration with some fields changed, and those that it does not have."""
     if (directory / "adapter_config.json").is_file():
         raise StorageError(
@@ -205,7 +215,7 @@ def _read_config(
     return found, others
 
 
-def _named_class(model_config: PreTrainedConfig, directory: Path) -> type[PreTrainedModel]:
+def _named_class(model_config: PretrainedConfig, directory: Path) -> type[PreTrainedModel]:
     """The class that the configuration names, or that of the directory."""
     names = getattr(model_config, "architectures", None)
     if not names:
@@ -219,7 +229,7 @@ def _named_class(model_config: PreTrainedConfig, directory: Path) -> type[PreTra
     )
 
 
-def _chosen_class(given: Any, model_config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+def _chosen_class(given: Any, model_config: PretrainedConfig) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     """A class of models, of several the one for the configuration, and what of the configuration is its own."""
     if isinstance(given, type) and issubclass(given, PreTrainedModel):
         return given, model_config
@@ -237,7 +247,7 @@ def _chosen_class(given: Any, model_config: PreTrainedConfig) -> tuple[type[PreT
 
 def _load(
     kind: type[PreTrainedModel],
-    model_config: PreTrainedConfig,
+    model_config: PretrainedConfig,
     stored: Mapping[str, StoredTensor],
     directory: Path,
     **how: Any,
