@@ -367,11 +367,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _without_state(self) -> Iterator[None]:
         """A context in which accelerate does not see what the engine saves and loads."""
         seen = {name: getattr(self, name) for name in _LISTS}
-        vars(self).update({name: [] for name in _LISTS})
+        for name in _LISTS:
+            setattr(self, name, [])
         try:
             yield
         finally:
-            vars(self).update(seen)
+            for name, entries in seen.items():
+                setattr(self, name, entries)
 
     def free_memory(self, *objects: Any) -> Any:
         """Close the engine and forget everything; save before what is to stay, as the weights go too."""
