@@ -1,0 +1,43 @@
+"""Ten architectures of ``transformers`` through ``InfinityTrainer``: the losses, norms and weights of ``Trainer``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs Hugging Face transformers, which the extra 'test' installs")
+
+import families_hf
+import parity_models as models
+from trainers import both, same, told, weights
+
+_BATCH_OF = {"ViT": ("pixel_values", models.images)}
+_NAMES = ("GPT2", "Llama", "Mistral", "Qwen2", "Gemma2", "Bert", "T5", "ViT", "Mixtral", "Mamba", "OPT")
+
+
+def _data(name: str) -> list[dict[str, torch.Tensor]]:
+    key, batches = _BATCH_OF.get(name, ("input_ids", models.tokens))
+    rows = [row for seed in range(4) for row in batches(seed)[0]]
+    labels = [torch.tensor(number % 5) for number in range(len(rows))] if name == "ViT" else rows
+    return [{key: row, "labels": label} for row, label in zip(rows, labels, strict=True)]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", _NAMES)
+def test_the_numbers_are_those_of_the_plain_trainer(name: str, tmp_path: Path) -> None:
+    family: Any = families_hf.FAMILIES[name]
+    settings = {"gradient_accumulation_steps": 2, "max_steps": 3, "max_grad_norm": 0.1, "lr_scheduler_type": "cosine"}
+    plain, ours = both(
+        family.make_model,
+        tmp_path,
+        data=_data(name),
+        config={"hbm": "1MiB", "ram": "4MiB", "nvme": str(tmp_path)},
+        **settings,
+    )
+    with ours.engine:
+        assert len(told(plain)) == 4
+        assert told(ours) == told(plain)
+        assert same(weights(ours), weights(plain))
