@@ -34,9 +34,11 @@ def started(directory: Path, precision: str = "fp32") -> tuple[Engine, nn.Module
 def by_close(directory: Path) -> tuple[nn.Module, State]:
     engine, model = started(directory)
     engine.backward(engine(*models.tokens(0)))
+    before = engine.has_gradients, engine.is_open
     engine.step()
-    state = dict(engine.state_dict())
+    state, waits = dict(engine.state_dict()), engine.has_gradients
     engine.close()
+    assert [*before, waits, engine.is_open] == [True, True, False, False]
     return model, state
 
 

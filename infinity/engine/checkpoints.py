@@ -250,6 +250,11 @@ class Checkpoints(Assembly):
         """The newest commit whose making has ended; ``None``: there is none."""
         return self._durability.last
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of a backward wait for a step."""
+        return bool(self._gradients.waiting())
+
     def _refuse_gradients(self, what: str) -> None:
         if self._gradients.waiting():
             raise EngineStateError(

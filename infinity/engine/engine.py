@@ -219,6 +219,11 @@ class Engine(Checkpoints):
         }
 
     @property
+    def is_open(self) -> bool:
+        """Whether it may be used: ``close()`` has not been called."""
+        return self._finalizer.alive
+
+    @property
     def io_choices(self) -> dict[Path, Any]:
         """For each NVMe directory, the I/O backend in use and why it was chosen."""
         nvme = self._store.nvme
@@ -274,7 +279,7 @@ class Engine(Checkpoints):
         State in the tiers is scratch and goes, but for commits: take ``state_dict()`` before. The model is left with
         placeholders, and refuses to compute until values are loaded into it.
         """
-        if self._finalizer.alive:
+        if self.is_open:
             try:
                 self._durability.join()
             finally:
@@ -324,7 +329,7 @@ class Engine(Checkpoints):
         self._optimizer_loader.load(state_dict)
 
     def _check_open(self) -> None:
-        if not self._finalizer.alive:
+        if not self.is_open:
             raise EngineStateError("the engine is closed; make another with infinity.initialize()")
 
     def _discard(self) -> None:
