@@ -119,6 +119,8 @@ def test_the_numbers_are_those_of_plain_accelerate(steps: int, fields: dict[str,
     got = accelerator.get_state_dict(model)
     assert all(torch.equal(got[name], value) for name, value in state.items())
     accelerator.end_training()
+    assert accelerator.has_engine  # scripts save the model after this
+    accelerator.free_memory()
     assert not accelerator.has_engine
 
 
@@ -193,6 +195,95 @@ def test_weights_are_saved_beside_other_files(tmp_path: Path) -> None:
     accelerator.free_memory()
 
 
+def test_transformers_saves_what_get_state_dict_returns(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs Hugging Face transformers, which the extra 'test' installs")
+    from transformers import GPT2LMHeadModel
+
+    from trainers import gpt2, same, texts
+
+    accelerator, model = Accelerator(BUDGETS, cpu=True), gpt2()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    batch = {name: value[None] for name, value in texts(1)[0].items()}
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    state = accelerator.get_state_dict(model)
+    given = dict(state)  # transformers empties it
+    assert state["lm_head.weight"] is state["transformer.wte.weight"]  # as in the model
+    accelerator.unwrap_model(model).save_pretrained(
+        tmp_path, is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=given
+    )
+    assert same(dict(GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()), state)
+    accelerator.save(state, tmp_path / "state.pt")
+    assert same(torch.load(tmp_path / "state.pt", weights_only=True), state)
+    assert not torch.equal(state["transformer.wte.weight"], gpt2().transformer.wte.weight)
+    accelerator.free_memory()
+
+
+def test_the_rest_of_the_interface_is_that_of_accelerate(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Any] = []
+    for kind in (accelerate.Accelerator, lambda cpu: Accelerator(BUDGETS, cpu=cpu)):
+        accelerator = kind(cpu=True)
+        model, optimizer, loader, _ = accelerator.prepare(*parts(9))
+        for batch in accelerator.skip_first_batches(loader, 1):
+            with accelerator.no_sync(model):
+                accelerator.backward(model(batch).square().mean())
+                accelerator.trigger_sync_in_backward(model)
+            with accelerator.autocast():
+                loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            accelerator.unscale_gradients(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        accelerator.print("printed")
+        assert accelerator.is_main_process
+        assert accelerator.is_local_main_process
+        with accelerator.join_uneven_inputs([model]), accelerator.main_process_first():
+            seen.append(accelerator.reduce(loss.detach(), "mean").item())
+        accelerator.wait_for_everyone()
+        accelerator.clear()
+    assert len(seen) == 10
+    assert seen[:5] == seen[5:]
+    assert capsys.readouterr().out == "printed\n" * 2
+
+
+def test_another_order_of_prepare_is_as_good() -> None:
+    wanted = train(accelerate.Accelerator(cpu=True), accelerate.Accelerator(cpu=True).prepare(*parts()))
+    accelerator = Accelerator(BUDGETS, cpu=True)
+    model, raw, loader, scheduler = parts()
+    scheduler = accelerator.prepare(scheduler)
+    model, _ = accelerator.prepare(model, raw)
+    loader = accelerator.prepare(loader)
+    assert same(train(accelerator, (model, raw, loader, scheduler)), wanted)  # the user's own optimizer steps as well
+    accelerator.free_memory()
+
+    accelerator = Accelerator(BUDGETS, cpu=True)
+    model, raw, loader, _ = parts()
+    model, optimizer, loader = accelerator.prepare(model, raw, loader)
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+    assert same(train(accelerator, (model, optimizer, loader, scheduler)), wanted)
+    accelerator.free_memory()
+
+
+def test_what_remains_after_the_engine_refuses_clearly() -> None:
+    accelerator = Accelerator(BUDGETS, cpu=True)
+    model, optimizer, *_ = accelerator.prepare(*parts())
+    accelerator.free_memory()
+    with pytest.raises(EngineStateError, match="the engine that had it is closed"):
+        model(torch.randn(2, 16))
+    with pytest.raises(EngineStateError, match="the engine that had it is closed"):
+        accelerator.get_state_dict(model)
+    with pytest.raises(ModelError, match=r"one that prepare\(\) has returned"):
+        accelerator.prepare(Net(), optimizer)
+    prepared = accelerator.prepare(*parts())  # and begins anew
+    accelerator.engine.close()
+    with pytest.raises(EngineStateError, match="is closed"):
+        train(accelerator, prepared, 1)
+    accelerator.prepare(*parts())
+    assert accelerator.has_engine
+    accelerator.free_memory()
+
+
 def test_precision_is_the_engines() -> None:
     accelerator = Accelerator(BUDGETS, mixed_precision="bf16", cpu=True)
     model, optimizer, *_ = accelerator.prepare(*parts())
@@ -263,6 +354,10 @@ def test_what_the_engine_cannot_do_is_refused(tmp_path: Path) -> None:
     assert accelerator.prepare(optimizer, model) == (optimizer, model)
     with pytest.raises(EngineStateError, match="make another Accelerator"):
         accelerator.prepare(*parts())
+    with pytest.raises(ModelError, match=r"need not be prepared: model\.to\(accelerator\.device\)"):
+        accelerator.prepare(Net())
+    with pytest.raises(ModelError, match=r"lomo_backward\(\) is not supported"):
+        accelerator.lomo_backward(model(torch.randn(2, 16)).mean(), 0.1)
     with pytest.raises(ModelError, match=r"use clip_grad_norm_\(\)"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
     with pytest.raises(ConfigError, match="create_graph is not supported"):

@@ -25,17 +25,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import accelerate  # type: ignore[import-untyped]
 import torch
 from accelerate.utils import convert_file_size_to_int  # type: ignore[import-untyped]
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.engine import Engine
-from infinity.engine.initialize import initialize
-from infinity.errors import ConfigError, EngineStateError, ModelError
-from infinity.integrations.accelerate.optimizer import PreparedOptimizer
-from infinity.integrations.accelerate.settings import refuse_others, refuse_precision, settle
+from infinity.errors import ConfigError, ModelError
+from infinity.integrations.accelerate.preparing import PreparingAccelerator
+from infinity.integrations.accelerate.settings import refuse_others, refuse_precision
 from infinity.integrations.weights import write_weights
 
 STATE_NAME = "infinity"
@@ -44,7 +41,7 @@ STATE_NAME = "infinity"
 _LISTS = ("_models", "_optimizers", "_schedulers", "_custom_objects")
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(PreparingAccelerator):
     """An ``accelerate.Accelerator`` whose model and optimizer are under an engine.
 
     Args:
@@ -60,11 +57,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     Raises:
         ConfigError: the configuration cannot be used, contradicts the settings, or these ask for another engine.
     """
-
-    infinity_config: Config
-    _engine: Engine | None
-    _prepared: PreparedOptimizer | None
-    _given: torch.optim.Optimizer | None
 
     def __init__(
         self,
@@ -95,137 +87,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         plain._take_charge(config)
         return plain  # type: ignore[no-any-return]
 
-    def _take_charge(self, config: Config) -> None:
-        handlers = (self.ddp_handler, self.scaler_handler, self.autocast_handler)
-        given = [handler for handler in handlers if handler is not None]
-        self.infinity_config = settle(config, self.state.mixed_precision, self.device, given)
-        self.native_amp, self.scaler = False, None
-        self._engine = self._prepared = self._given = None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that ``prepare`` has made.
-
-        Raises:
-            EngineStateError: there is none yet, or it was closed.
-        """
-        if self._engine is None:
-            raise EngineStateError("there is no engine: call accelerator.prepare(model, optimizer, …) first")
-        return self._engine
-
-    @property
-    def has_engine(self) -> bool:
-        """Whether ``prepare`` has made an engine, which is open."""
-        return self._engine is not None
-
     @property
     def mixed_precision(self) -> str:
         """What the model computes in, in accelerate's words."""
         precision = self.infinity_config.precision
         return "no" if precision == "fp32" else precision
-
-    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Put a model and its optimizer under an engine; prepare loaders and schedulers as accelerate does.
-
-        Args:
-            objects: in any order; the model and its optimizer together.
-            device_placement: whether to put the batches of a loader on the device, one for each object.
-
-        Returns:
-            The objects, prepared, in their order; one alone as it is.
-
-        Raises:
-            EngineStateError: there is an engine already, of another model.
-            InfinityError: see ``infinity.initialize``.
-            ModelError: the model or its optimizer is missing, or there are several.
-        """
-        models = [each for each in objects if isinstance(each, nn.Module)]
-        optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
-        if (models or optimizers) and not self._has_all(models, optimizers):
-            self._begin(models, optimizers)
-        prepared = super().prepare(*objects, device_placement=device_placement)
-        self._track()
-        return prepared
-
-    def _has_all(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> bool:
-        """Whether all of these are under the engine already."""
-        if self._engine is None:
-            return False
-        return all(each is self._engine.module for each in models) and all(map(self._is_ours, optimizers))
-
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        return optimizer in (self._prepared, self._given)
-
-    def _begin(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
-        """Make the engine."""
-        if self._engine is not None:
-            raise EngineStateError(
-                f"prepare(): the {type(self._engine.module).__name__} prepared before has the engine of this "
-                "Accelerator; make another Accelerator with NVMe directories of its own, or call free_memory() first"
-            )
-        if len(models) != 1 or len(optimizers) != 1:
-            raise ModelError(
-                "prepare(): expected one model and its optimizer in one call, which the engine takes together, got "
-                f"{len(models)} models and {len(optimizers)} optimizers; what is only evaluated need not be prepared"
-            )
-        [optimizer] = optimizers
-        if callable(getattr(optimizer, "train", None)):
-            raise ModelError(
-                f"optimizer: {type(optimizer).__name__} has train() and eval(), which exchange the values of "
-                "parameters in memory; those are away under the engine. Use an optimizer without"
-            )
-        self._engine = initialize(models[0], optimizer, self.infinity_config)
-        self._prepared, self._given = PreparedOptimizer(self._engine), optimizer
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """The model, if ``prepare`` has put it under the engine.
-
-        Raises:
-            ModelError: it has not.
-        """
-        if self._engine is None or model is not self._engine.module:
-            raise ModelError(
-                f"prepare_model(): the {type(model).__name__} is not under the engine; give it to "
-                "prepare(model, optimizer, …) together with its optimizer"
-            )
-        if model not in self._models:
-            self._models.append(model)
-        return model
-
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> PreparedOptimizer:
-        """The engine's optimizer, if ``prepare`` has made it of this one.
-
-        Raises:
-            ModelError: it has not.
-        """
-        if self._prepared is None or not self._is_ours(optimizer):
-            raise ModelError(
-                f"prepare_optimizer(): the {type(optimizer).__name__} is not under the engine; give it to "
-                "prepare(model, optimizer, …) together with its model"
-            )
-        if self._prepared not in self._optimizers:
-            self._optimizers.append(self._prepared)
-        return self._prepared
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Have the states of objects saved and loaded with everything else, and kept by commits.
-
-        Raises:
-            ModelError: one has a state that cannot be kept.
-            ValueError: one has no ``state_dict`` and ``load_state_dict``.
-        """
-        super().register_for_checkpointing(*objects)
-        self._track()
-
-    def _track(self) -> None:
-        if self._engine is not None:
-            for kind, tracked in (("scheduler", self._schedulers), ("registered", self._custom_objects)):
-                for index, each in enumerate(tracked):
-                    self._engine.track(f"{kind} {index}", each, is_data=False)
 
     def backward(self, loss: torch.Tensor, **settings: Any) -> None:
         """Run backward from the loss divided by ``gradient_accumulation_steps``.
@@ -288,6 +154,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             "taken on the way; use clip_grad_norm_()"
         )
 
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Refused.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "lomo_backward() is not supported: LOMO changes parameters in memory under backward; with an optimizer of "
+            "torch, Config(accumulation_steps=1) steps under backward"
+        )
+
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
         """As accelerate's on one process; refused on several.
 
@@ -302,10 +179,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().join_uneven_inputs(joinables, even_batches=even_batches)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """The model's state by name, at full precision; each tensor is read when it is asked for. On all ranks."""
-        if self._engine is not None and model is self._engine.module:
-            return self._engine.state_dict()
-        return super().get_state_dict(model, unwrap=unwrap)
+        """The model's state by name, at full precision, all in memory, as ``save_pretrained(state_dict=…)`` wants it.
+
+        All ranks call this, and each gets all. ``engine.state_dict()`` reads one tensor at a time; ``save_model``
+        writes so.
+        """
+        if self._engine is None or model is not self._engine.module:
+            return super().get_state_dict(model, unwrap=unwrap)
+        state = self._engine.state_dict()
+        tied = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
+        values: dict[int | str, torch.Tensor] = {}
+        for name in state:
+            if tied.get(name, name) not in values:
+                values[tied.get(name, name)] = state[name]
+        return {name: values[tied.get(name, name)] for name in state}
 
     def save_model(
         self,
@@ -381,12 +268,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """Close the engine, end trackers and the process group."""
-        self.close()
-        super().end_training()
+        """End trackers and the process group; of several ranks, close the engines, which need it.
 
-    def close(self) -> None:
-        """Close the engine, if there is one."""
-        engine, self._engine, self._prepared, self._given = self._engine, None, None, None
-        if engine is not None:
-            engine.close()
+        One process keeps its engine, as many scripts save the model after this.
+        """
+        if self.num_processes > 1:
+            self.close()
+        super().end_training()
