@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -274,6 +275,12 @@ def test_steps_that_overflow_are_skipped_and_the_schedule_waits(tmp_path: Path) 
     ("fields", "config", "what"),
     [
         ({"optim": "galore_adamw"}, {}, r"optim='galore_adamw'.*optimizers="),
+        ({"optim": "lomo"}, {}, r"optim='lomo'.*expected one of adafactor, adagrad"),
+        ({"fsdp": "full_shard"}, {}, "takes the place of FSDP"),
+        ({"push_to_hub": True}, {}, "push_to_hub.*hf upload"),
+        ({"use_liger_kernel": True}, {}, "use_liger_kernel"),
+        ({"fp16_full_eval": True}, {}, "fp16_full_eval"),
+        ({"ddp_broadcast_buffers": True}, {}, "ddp_broadcast_buffers"),
         ({"torch_compile": True}, {}, r"torch_compile.*Config\(compile=True\)"),
         ({"bf16_full_eval": True}, {}, "bf16_full_eval"),
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size"),
@@ -290,6 +297,21 @@ def test_what_cannot_be_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=what):
         ours(tmp_path, config=config, **fields)
+
+
+def test_deepspeed_is_refused_and_what_is_not_needed_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = arguments(tmp_path)
+    args.deepspeed = {"zero_optimization": {"stage": 3}}  # transformers takes it only where DeepSpeed is installed
+    with pytest.raises(ConfigError, match=r"deepspeed.*Config\.from_deepspeed"):
+        InfinityTrainer(gpt2(), args, infinity_config=BUDGETS)
+    logger: Any = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.WARNING, logger="transformers"):
+            ours(tmp_path, ddp_bucket_cap_mb=7, log_level="warning")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "ddp_bucket_cap_mb=…) has nothing to do under infinity: gradients are summed unit by unit" in caplog.text
 
 
 def test_what_there_is_not_to_go_on_from_is_said(tmp_path: Path) -> None:

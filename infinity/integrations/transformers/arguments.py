@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.utils import logging
 
 from infinity.config import Config
 from infinity.errors import ConfigError
+
+_logger: Any = logging.get_logger(__name__)
 
 _OPTIMIZERS = {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"}
 
@@ -21,6 +24,15 @@ _REFUSED: dict[str, str] = {
     "use_liger_kernel": "it exchanges modules of a model that is under the engine; apply it to the model before",
     "auto_find_batch_size": "what has no room on the device is found by a failure in the middle of a step; set "
     "per_device_train_batch_size",
+    "push_to_hub": "nothing is uploaded while training; save with trainer.save_model('model') and upload that "
+    "directory: hf upload NAME model",
+    "ddp_broadcast_buffers": "buffers are those of rank 0 at the start, and each rank's own from then on; leave it out",
+}
+
+_NOT_NEEDED: dict[str, str] = {
+    "ddp_find_unused_parameters": "a parameter without a gradient is not stepped, whether it was announced or not",
+    "ddp_bucket_cap_mb": "gradients are summed unit by unit, within the budgets",
+    "ddp_static_graph": "nothing is assumed about the graph",
 }
 
 
@@ -35,6 +47,9 @@ def settle(args: TrainingArguments, config: Config) -> Config:
         ConfigError: an argument cannot be honoured, or says otherwise than the configuration; both are named.
     """
     _refuse(args, config)
+    for name, why in _NOT_NEEDED.items():
+        if getattr(args, name, None) is not None:
+            _logger.warning_once(f"TrainingArguments({name}=…) has nothing to do under infinity: {why}")
     changes: dict[str, Any] = {}
     if args.use_cpu and config.device == "auto":
         changes["device"] = "cpu"

@@ -11,8 +11,10 @@ without memory, and goes from its record into the tiers.
 What of ``Trainer`` is overridden, which is all that a new version of transformers could break:
 
 - ``create_accelerator_and_postprocess``: the accelerator that it has made becomes ours.
+- ``create_optimizer``: where an engine was closed, one is made anew.
 - ``_move_model_to_device``: the engine does that, unit by unit.
 - ``evaluation_loop``: there is an engine before it, also without ``train()``.
+- ``prediction_step``: what it predicts is fp32 in any precision.
 - ``save_model``, ``_save_optimizer_and_scheduler``, ``_save_checkpoint``: what is in ``checkpoint-<step>``
   (``checkpoints.py``), and which of them go.
 - ``_load_from_checkpoint``, ``_load_optimizer_and_scheduler``, ``_load_best_model``: the engine's state comes back at
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
@@ -40,6 +43,7 @@ from infinity.config import Config
 from infinity.engine.engine import Engine
 from infinity.errors import EngineStateError, system_errors
 from infinity.integrations.accelerate.accelerator import Accelerator
+from infinity.integrations.accelerate.optimizer import PreparedOptimizer
 from infinity.integrations.transformers.arguments import settle
 from infinity.integrations.transformers.checkpoints import (
     STATE_NAME,
@@ -78,7 +82,7 @@ class TrainerAccelerator(Accelerator):
         models = [each for each in objects if isinstance(each, nn.Module)]
         if models and self._engine is not None and models[0] is not self._engine.module:
             self.close()
-        is_new = self._engine is None
+        is_new = not self.has_engine
         prepared = super().prepare(*objects, device_placement=device_placement)
         if models and is_new:
             self.found_steps = self.engine.num_steps
@@ -120,10 +124,10 @@ class InfinityTrainer(Trainer):
         infinity_config: Config | dict[str, Any] | str | os.PathLike[str] | None = None,
         **named: Any,
     ) -> None:
-        args = TrainingArguments(output_dir="tmp_trainer") if args is None else args  # as Trainer does
-        self._config = settle(args, Config.of(infinity_config))
+        self._config = Config.of(infinity_config)
         self._keep: int | None = None
         super().__init__(model, args, *positional, **named)
+        self._given_optimizer = self.optimizer
 
     @property
     def engine(self) -> Engine:
@@ -139,20 +143,34 @@ class InfinityTrainer(Trainer):
         self.accelerator.close()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, with the engine's configuration in it."""
+        """Make the accelerator, with the engine's configuration in it; a search of hyper-parameters does so again."""
+        config = settle(self.args, self._config)
+        before: TrainerAccelerator | None = getattr(self, "accelerator", None)
         super().create_accelerator_and_postprocess()  # type: ignore[no-untyped-call, unused-ignore]
-        TrainerAccelerator.over(self.accelerator, self._config)
+        TrainerAccelerator.over(self.accelerator, config)
+        if before is not None:
+            before.close()
+            self.accelerator.begins_anew = before.begins_anew
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Nothing: the engine brings parameters to the device when they are needed, and buffers at its start."""
 
+    def create_optimizer(self, *positional: Any, **named: Any) -> torch.optim.Optimizer:
+        """See ``Trainer.create_optimizer``."""
+        if isinstance(self.optimizer, PreparedOptimizer) and not self._has_engine():
+            self.optimizer = self._given_optimizer
+        return super().create_optimizer(*positional, **named)
+
+    def _has_engine(self) -> bool:
+        """Whether there is an engine of the model."""
+        return self.accelerator.has_engine and self.accelerator.engine.module is self.model
+
     def _begin_engine(self) -> Engine:
-        """Have an engine for the model."""
-        accelerator = self.accelerator
-        if not accelerator.has_engine or accelerator.engine.module is not self.model:
+        """Have an engine of the model."""
+        if not self._has_engine():
             self.create_optimizer()
-            self.model, self.optimizer = accelerator.prepare(self.model, self.optimizer)
-        return accelerator.engine
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        return self.accelerator.engine
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **named: Any) -> Any:
         """Train; see ``Trainer.train``.
@@ -189,6 +207,11 @@ class InfinityTrainer(Trainer):
         self._begin_engine()
         return super().evaluation_loop(*positional, **named)
 
+    def prediction_step(self, *positional: Any, **named: Any) -> tuple[Any, Any, Any]:
+        """See ``Trainer.prediction_step``; logits come in fp32, as they do from the autocast of a plain trainer."""
+        loss, logits, labels = super().prediction_step(*positional, **named)
+        return loss, convert_to_fp32(logits), labels
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, as ``from_pretrained()`` loads it, one tensor in memory at a time. All ranks call this.
 
@@ -205,10 +228,11 @@ class InfinityTrainer(Trainer):
             args.save_total_limit = args.save_total_limit or self._keep
             torch.save(args, place / _ARGUMENTS_NAME)
         self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.engine.has_gradients:  # args.enable_jit_checkpoint asks before the step too
+            self.control.should_save = True  # which is looked at after the step
+            return
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
             rotate(Path(str(self._get_output_dir(trial=trial))), self._keep, self.state.best_model_checkpoint)
