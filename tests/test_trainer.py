@@ -19,7 +19,9 @@ from infinity import ConfigError, DirectoryError, EngineStateError, ModelError, 
 from infinity.engine.deferred import is_deferred
 from infinity.integrations.transformers import InfinityTrainer
 from launch import outputs, run_ranks
-from trainers import BUDGETS, arguments, both, gpt2, same, texts, told, weights
+from trainers import BUDGETS, arguments, both, gpt2, quiet, same, texts, told, weights
+
+__all__ = ["quiet"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,9 @@ pytest.importorskip("transformers", reason="needs Hugging Face transformers, whi
 
 import families_hf
 import parity_models as models
-from trainers import both, same, told, weights
+from trainers import both, quiet, same, told, weights
+
+__all__ = ["quiet"]
 
 _BATCH_OF = {"ViT": ("pixel_values", models.images)}
 _NAMES = ("GPT2", "Llama", "Mistral", "Qwen2", "Gemma2", "Bert", "T5", "ViT", "Mixtral", "Mamba", "OPT")

@@ -22,7 +22,9 @@ from transformers.trainer_utils import HPSearchBackend
 
 from infinity import ConfigError, ModelError
 from infinity.integrations.transformers import InfinityTrainer
-from trainers import BUDGETS, VOCAB, arguments, both, gpt2, same, texts, told, weights
+from trainers import BUDGETS, VOCAB, arguments, both, gpt2, quiet, same, texts, told, weights
+
+__all__ = ["quiet"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

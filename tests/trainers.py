@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -17,8 +18,15 @@ VOCAB = 32
 BUDGETS: dict[str, Any] = {"hbm": "1MiB", "ram": "16MiB"}
 _MEASURED = ("runtime", "per_second", "preparation_time")
 
-logging: Any = transformers.logging
-logging.set_verbosity_error()
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    """What transformers warns of is not what these tests are about; other test files read it."""
+    logging: Any = transformers.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(before)
 
 
 def gpt2(seed: int = 0, dropout: float = 0.1) -> Any:

@@ -81,19 +81,56 @@ def export_pretrained(
     model = engine.module
     if is_adapted(model):
         raise ModelError(
-            "export_pretrained: the model has adapters of PEFT, and these are what is to be saved: "
-            "model.save_pretrained(directory, state_dict=dict(engine.state_dict()))"
+            "export_pretrained: the model has adapters of PEFT; infinity.integrations.peft has save_adapters(), which "
+            "leaves the base out, and export_merged(), which writes a model with the adapters in its weights"
         )
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
             f"export_pretrained: expected an engine with a model of Transformers, got a {type(model).__name__}; engine."
             "export_safetensors() writes the weights of any model"
         )
+    write_pretrained(
+        engine,
+        model,
+        weights_by_name(model, engine.state_dict().deferred()),
+        directory,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        tokenizer=tokenizer,
+        save_original_format=save_original_format,
+    )
+
+
+def write_pretrained(
+    engine: Engine,
+    model: PreTrainedModel,
+    weights: Mapping[str, torch.Tensor],
+    directory: str | os.PathLike[str],
+    *,
+    dtype: DtypeName = "keep",
+    max_shard_size: int | str = "5GB",
+    tokenizer: str | os.PathLike[str] | bool = True,
+    save_original_format: bool = True,
+) -> None:
+    """Write weights as those of a model that is under the engine, or inside it; see ``export_pretrained``.
+
+    Args:
+        engine: what reads them.
+        model: whose configuration is written beside them.
+        weights: by the names of ``model``, real and deferred ones; each by one name.
+        directory: one that does not exist, or is empty.
+        dtype: of floating-point weights.
+        max_shard_size: of a file.
+        tokenizer: whose files are copied.
+        save_original_format: names and tensors as in the files that are published.
+
+    Raises:
+        InfinityError: as for ``export_pretrained``.
+    """
     if dtype not in ("keep", *_DTYPES):
-        raise ConfigError(f"export_pretrained(dtype): expected 'keep', 'fp32', 'bf16' or 'fp16', got {dtype!r}")
+        raise ConfigError(f"export (dtype): expected 'keep', 'fp32', 'bf16' or 'fp16', got {dtype!r}")
     max_file_bytes = _num_bytes(max_shard_size)
     source = (model.name_or_path if tokenizer else None) if isinstance(tokenizer, bool) else tokenizer
-    weights = _weights(engine, model)
     with deferred_init():
         tensors = {name: _cast(tensor, dtype) for name, tensor in weights.items()}
         if save_original_format:
@@ -102,7 +139,7 @@ def export_pretrained(
     def write_beside(out: Path) -> None:
         _write_configs(model, tensors, out)
         if source:
-            _copy_tokenizer(user_path(source, "export_pretrained(tokenizer)"), out, must=tokenizer is not True)
+            _copy_tokenizer(user_path(source, "export (tokenizer)"), out, must=tokenizer is not True)
 
     engine.export_tensors(directory, tensors, max_file_bytes=max_file_bytes, beside=write_beside)
 
@@ -113,9 +150,8 @@ def is_adapted(model: nn.Module) -> bool:
     return is_wrapped or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def _weights(engine: Engine, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What is saved, each tensor by one name: of several, the one that others are tied to."""
-    state = engine.state_dict().deferred()
+def weights_by_name(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is saved of a model's state, each tensor by one name: of several, the one that others are tied to."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     names: dict[int, str] = {}
     for name, tensor in state.items():
@@ -157,7 +193,7 @@ def _write_configs(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], 
 def _copy_tokenizer(source: Path, out: Path, *, must: bool) -> None:
     found = _tokenizer_files(source)
     if must and not found:
-        raise StorageError("export_pretrained(tokenizer): there are no files of a tokenizer here", path=source)
+        raise StorageError("export (tokenizer): there are no files of a tokenizer here", path=source)
     for path in found:
         with system_errors("copying a file of the tokenizer", path):
             if path.is_dir():
@@ -180,5 +216,5 @@ def _num_bytes(size: int | str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", str(size).strip().upper())
     found = math.floor(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
     if found <= 0:
-        raise ConfigError(f"export_pretrained(max_shard_size): expected bytes, or a size like '5GB', got {size!r}")
+        raise ConfigError(f"export (max_shard_size): expected bytes, or a size like '5GB', got {size!r}")
     return found
