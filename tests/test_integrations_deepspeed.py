@@ -50,6 +50,27 @@ ISSUE: dict[str, Any] = {
     },
 }
 
+ISSUE_TOLD = {
+    "train_batch_size": "honoured",
+    "gradient_accumulation_steps": "honoured",
+    "fp16.enabled": "honoured",
+    "optimizer.type": "honoured",
+    "optimizer.params": "honoured",
+    "zero_optimization.stage": "honoured",
+    "zero_optimization.contiguous_gradients": "not needed",
+    "zero_optimization.overlap_comm": "not needed",
+    "zero_optimization.reduce_scatter": "not needed",
+    "zero_optimization.reduce_bucket_size": "not needed",
+    "zero_optimization.allgather_bucket_size": "not needed",
+    "zero_optimization.offload_optimizer.device": "honoured",
+    "zero_optimization.offload_optimizer.pin_memory": "not needed",
+    "zero_optimization.offload_param.device": "honoured",
+    "zero_optimization.offload_param.nvme_path": "honoured",
+    "zero_optimization.offload_param.buffer_count": "not needed",
+    "zero_optimization.offload_param.buffer_size": "not needed",
+}
+"""What the report says of each of its keys."""
+
 
 @pytest.fixture(autouse=True, scope="module")
 def leave_group() -> Iterator[None]:
@@ -109,8 +130,13 @@ def test_the_example_trains_as_it_stands(tmp_path: Path, caplog: pytest.LogCaptu
     [report] = [each for each in said if "ZeRO stage 3, fp16, 1 rank" in each]
     assert f"parameters: {engine.infinity.num_parameters:,} in all" in report
     assert f"NVMe ({tmp_path})" in report
-    for key in ("reduce_bucket_size", "buffer_count"):
-        assert len([each for each in said if each.startswith("zero_optimization.") and key in each]) == 1, key
+    told = [each.split(" = ", 1) for each in said if each != report]
+    assert {key: "honoured" if ": honoured: " in rest else "not needed" for key, rest in told} == ISSUE_TOLD
+    assert len(told) == len(ISSUE_TOLD), "each once"
+    why = dict(told)
+    assert why["zero_optimization.offload_param.buffer_size"].endswith(": not needed: the budgets size the pools")
+    assert why["zero_optimization.reduce_bucket_size"].startswith("500000000.0: not needed: units travel in one piece")
+    assert why["zero_optimization.stage"] == "3: honoured: Config.stage"
     assert optimizer.loss_scale == optimizer.cur_scale == engine.infinity.loss_scale == 65536.0
     losses = train(engine, 6)
     expected, plain = train_plainly(config, 6)
