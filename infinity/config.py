@@ -310,6 +310,7 @@ class Config(BaseModel):
         """Build from a DeepSpeed configuration: what each of its keys becomes is in ``docs/deepspeed-keys.md``.
 
         Its optimizer, its schedule and its batch sizes are no fields: ``infinity.integrations.deepspeed`` honours them.
+        The logger ``infinity.deepspeed`` says once what became of each key.
 
         Args:
             source: the configuration, or the path of a JSON file with it.
@@ -319,11 +320,11 @@ class Config(BaseModel):
         Raises:
             ConfigError: a key is unknown, or asks for what cannot be done; the message names it, and what to do.
         """
-        from infinity.deepspeed_json import read_deepspeed  # which makes a Config
+        from infinity.deepspeed_json import read_deepspeed, tell  # which make a Config
 
         if num_ranks is None:
             num_ranks = int(os.environ.get("WORLD_SIZE", "1") or 1)
-        return read_deepspeed(source, num_ranks=num_ranks, fields=fields).config
+        return tell(read_deepspeed(source, num_ranks=num_ranks, fields=fields)).config
 
     def torch_device(self) -> torch.device:
         """The device that ``device`` names.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ import deepspeed_table
 from deepspeed_training import ROOM, train, train_plainly, under, weights_of
 from infinity import Config, ConfigError
 from infinity.deepspeed_json import read_deepspeed
+from infinity.deepspeed_json.document import check
 from infinity.deepspeed_json.keys import KEY_OF, KEYS, SECTIONS
 from infinity.deepspeed_json.scheduling import SchedulerSpec
 from infinity.integrations.deepspeed.log import _said
@@ -70,6 +72,21 @@ def leaves(section: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield dotted
 
 
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with values at dotted keys."""
+    document: dict[str, Any] = {}
+    for dotted, value in flat.items():
+        section, names = document, dotted.split(".")
+        for name in names[:-1]:
+            section = section.setdefault(name, {})
+        section[names[-1]] = value
+    return document
+
+
+def _at(document: Mapping[str, Any], dotted: str) -> Any:
+    return functools.reduce(lambda section, name: section[name], dotted.split("."), document)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def leave_group() -> Iterator[None]:
     """``initialize`` makes a default group, as DeepSpeed does; other test files begin without one."""
@@ -112,11 +129,21 @@ def test_a_configuration_that_asks_for_something_else_is_refused_by_the_key(name
         pass
 
 
-def test_every_key_of_deepspeed_is_known() -> None:
+def test_every_key_of_deepspeed_is_honoured_or_not_needed_or_refused_by_name() -> None:
     lines = (_HERE / "deepspeed_keys.txt").read_text(encoding="utf-8").splitlines()
     theirs = [line for line in lines if not line.startswith("#")]
-    assert len(theirs) > 150
-    assert [key for key in theirs if key not in KEY_OF and key not in SECTIONS] == []
+    assert len(theirs) > 340
+    for dotted in theirs:
+        around = {dotted.rsplit(".", count)[0] for count in range(dotted.count(".") + 1)}
+        refusal, told = "", set()
+        try:
+            told = {note.key for note in check(nested({dotted: True}))}
+        except ConfigError as error:
+            refusal = str(error)
+        assert "unknown key" not in refusal
+        told |= {name for name in around if f": {name} = " in refusal}
+        assert len(told) == 1, dotted
+        assert told <= around, dotted
 
 
 def test_a_key_is_in_the_table_once() -> None:
@@ -200,6 +227,21 @@ def test_what_the_fields_of_config_get(tmp_path: Path) -> None:
     assert Config.from_deepspeed(document, device="cpu", stage=1).stage == 1
 
 
+def _adamw(**params: Any) -> dict[str, Any]:
+    return {"type": "AdamW", "params": params}
+
+
+def _deep(num_sections: int) -> dict[str, Any]:
+    section: dict[str, Any] = {}
+    for _ in range(num_sections):
+        section = {"a": section}
+    return section
+
+
+def _warmup(**params: Any) -> dict[str, Any]:
+    return {"type": "WarmupLR", "params": params}
+
+
 @pytest.mark.parametrize(
     ("document", "said"),
     [
@@ -223,12 +265,44 @@ def test_what_the_fields_of_config_get(tmp_path: Path) -> None:
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.nvme_path: expected a directory"),
         ({"optimizer": {"type": "AdamV"}}, "optimizer.type = 'AdamV'.*did you mean 'Adam'"),
         ({"optimizer": {"type": "AdamW", "params": {"learning": 1}}}, "optimizer.params.learning: .* has no such"),
-        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type: expected a name, got None"),
+        (
+            {"optimizer": {"params": {"lr": 1}}},
+            "optimizer.type: expected a name, to go with optimizer.params, got None",
+        ),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params: expected a section"),
         ({"scheduler": {"type": "Warmup"}}, "scheduler.type = 'Warmup': expected one of.*did you mean 'WarmupLR'"),
-        ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params: WarmupDecayLR needs total_num_steps"),
+        (
+            {"scheduler": {"type": "WarmupDecayLR"}},
+            "scheduler.type = 'WarmupDecayLR': expected total_num_steps in scheduler",
+        ),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, "scheduler.params.warmup: .* no such argument"),
         ([], "expected a dictionary or a path, got list"),
+        ({"stage": 3}, "unknown key 'stage'; did you mean 'zero_optimization.stage'"),
+        ({"fp16.enabled": True}, "unknown key 'fp16.enabled'"),
+        (
+            {"zero_optimization": {"offload_param.device": "cpu"}},
+            "unknown key 'zero_optimization.offload_param.device'",
+        ),
+        ({"flops_profiler": {"enabled": True, "top": 1}}, "unknown key 'flops_profiler.top'"),
+        ({"autotuning": _deep(5000)}, "autotuning: nested deeper than 32 sections"),
+        ({"optimizer": _adamw(lr=-1)}, "optimizer.params of AdamW: Invalid learning rate"),
+        ({"optimizer": _adamw(lr="fast")}, "optimizer.params of AdamW: "),
+        ({"optimizer": _adamw(lr=True)}, "optimizer.params.lr: expected a number, got True"),
+        ({"optimizer": _adamw(betas=[0.9])}, "optimizer.params of AdamW: "),
+        ({"optimizer": _adamw(amsgrad="yes")}, "optimizer.params.amsgrad: expected true or false, got 'yes'"),
+        ({"optimizer": _adamw(bias_correction="false")}, "optimizer.params.bias_correction = 'false': leave it out"),
+        ({"optimizer": _adamw(max_grad_norm=1.0)}, "optimizer.params.max_grad_norm = 1.0: use gradient_clipping"),
+        ({"optimizer": {"type": "Lion"}}, "optimizer.type = 'Lion': torch.optim has no Lion"),
+        ({"optimizer": {"type": "Muon"}}, r"optimizer.type = 'Muon': .*torch.optim.Muon and an AdamW"),
+        ({"scheduler": _warmup(warmup_num_steps="many")}, "scheduler.params of WarmupLR: "),
+        ({"scheduler": _warmup(warmup_num_steps=0)}, "scheduler.params of WarmupLR: warmup_num_steps: expected more"),
+        ({"scheduler": _warmup(warmup_max_lr="nan")}, "scheduler.params.warmup_max_lr: expected finite numbers"),
+        ({"scheduler": _warmup(warmup_type="cosine")}, "scheduler.params of WarmupLR: warmup_type: expected 'log'"),
+        ({"fp16": {"enabled": True, "loss_scale": 1e300}}, "configuration: fp16.loss_scale: "),
+        ({"fp16": {"enabled": True, "initial_scale_power": 500}}, "fp16.initial_scale_power: expected .* 0 to 126"),
+        ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, "bf16.enabled and bfloat16.enabled differ"),
+        ({"compile": {"deepcompile": True}}, "compile = {...} is not supported: give the field compile=True"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel = {...} is not supported"),
     ],
 )
 def test_what_is_wrong_is_said_of_its_key(document: Any, said: str) -> None:
@@ -241,7 +315,7 @@ def test_what_is_wrong_is_said_of_its_key(document: Any, said: str) -> None:
     [
         (b"", "not valid JSON"),
         (b"{'stage': 3}", "not valid JSON"),
-        (b'{"train_batch_size": 8, // comment\n}', "not valid JSON"),
+        (b'{"train_batch_size": 8, // comment\n}', "not valid JSON: .* comments and names without quotes"),
         (b'{"train_batch_size": 8, "train_batch_size": 9}', "'train_batch_size' stands there more than once"),
         (b'{"gradient_clipping": NaN}', "NaN is not allowed"),
         (b'{"train_batch_size": "\xff"}', "not valid JSON"),
@@ -270,15 +344,62 @@ _VALUES = st.sampled_from(
 )
 
 
-@settings(max_examples=300)
+def test_what_asks_for_nothing_is_taken() -> None:
+    document = {
+        "steps_per_print": float("inf"),  # as Accelerate has it
+        "compile": {"deepcompile": False, "free_activation": True},
+        "tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 1}},
+        "bfloat16": {"enabled": True},
+    }
+    asked = read_deepspeed(document, fields=ROOM)
+    assert (asked.steps_per_print, asked.config.precision) == (0, "bf16")
+    assert {note.key: note.why for note in asked.notes if note.what == "not needed"} == {
+        "compile": "it asks for nothing",
+        "tensor_parallel": "it asks for nothing",
+    }
+
+
+def test_a_config_alone_tells_what_became_of_the_keys_once(caplog: pytest.LogCaptureFixture) -> None:
+    document = {"zero_optimization": {"stage": 2, "overlap_comm": "told-by-this-test"}, "optimizer": {"type": "Rprop"}}
+    for _ in range(2):
+        with caplog.at_level(logging.INFO, logger="infinity.deepspeed"):
+            assert Config.from_deepspeed(document, device="cpu").stage == 2
+    said = [(record.levelno, record.getMessage()) for record in caplog.records]
+    keys = [message.partition(" = ")[0] for _, message in said]
+    assert sorted(keys) == ["optimizer", "optimizer.type", "zero_optimization.overlap_comm", "zero_optimization.stage"]
+    warned = [message for level, message in said if level == logging.WARNING]
+    assert len(warned) == 1
+    assert "optimizer = Rprop: Config.from_deepspeed() leaves it to you" in warned[0]
+
+
+_TAKEN = [
+    (dotted, _at(document, dotted))
+    for name in CONFIGURATIONS
+    for document in [configuration(name, Path("/nvme"))]
+    for dotted in leaves(document)
+    if name not in REFUSED
+]
+"""Keys of configurations that train, with their values."""
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(_TAKEN), max_size=12))
+def test_keys_of_several_configurations_go_together_or_one_of_them_is_named(pairs: list[tuple[str, Any]]) -> None:
+    flat, refusal, told = dict(pairs), "", set()
+    try:
+        told = {note.key for note in read_deepspeed(nested(flat), fields=ROOM).notes}
+    except ConfigError as error:
+        refusal = str(error)
+    if refusal:
+        assert any(dotted in refusal for dotted in flat), refusal
+    else:
+        assert told >= set(flat) - {"optimizer.params", "scheduler.params"}
+
+
+@settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(KEY_OF)), _VALUES, max_size=4))
 def test_any_keys_with_any_values_are_taken_or_refused_by_name(flat: dict[str, Any]) -> None:
-    document: dict[str, Any] = {}
-    for dotted, value in flat.items():
-        section, names = document, dotted.split(".")
-        for name in names[:-1]:
-            section = section.setdefault(name, {})
-        section[names[-1]] = value
+    document = nested(flat)
     refusal = ""
     try:
         told = {note.key for note in read_deepspeed(document, fields=ROOM).notes}

@@ -4,5 +4,6 @@ from infinity.deepspeed_json.notes import Note
 from infinity.deepspeed_json.optimizers import OptimizerSpec
 from infinity.deepspeed_json.reading import DeepSpeedConfig, read_deepspeed
 from infinity.deepspeed_json.scheduling import SchedulerSpec
+from infinity.deepspeed_json.telling import tell
 
-__all__ = ["DeepSpeedConfig", "Note", "OptimizerSpec", "SchedulerSpec", "read_deepspeed"]
+__all__ = ["DeepSpeedConfig", "Note", "OptimizerSpec", "SchedulerSpec", "read_deepspeed", "tell"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,22 +15,46 @@ from infinity.errors import ConfigError
 
 _TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
 _SHOWN = 4
+_DEEPEST = 32
 
 
 def load(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
     """The configuration as a dictionary of its own.
 
     Raises:
-        ConfigError: it is neither a dictionary nor the path of a JSON file with an object.
+        ConfigError: it is neither a dictionary nor the path of a JSON file with an object, or sections are nested as
+            deep as none are.
     """
     if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source))
+        return _own(source)
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"DeepSpeed configuration: expected a dictionary or a path, got {type(source).__name__}")
-    document = read_json(source)
+    try:
+        document = read_json(source)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, json.JSONDecodeError):
+            raise
+        hint = "comments and names without quotes, which DeepSpeed takes, are not JSON: take them out"
+        raise ConfigError(f"{error}; {hint}") from error.__cause__
     if not isinstance(document, dict):
         raise ConfigError(f"DeepSpeed configuration {source}: expected an object, got {type(document).__name__}")
-    return document
+    return _own(document)
+
+
+def _own(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _copied(value, str(name), 1) for name, value in document.items()}
+
+
+def _copied(value: Any, path: str, depth: int) -> Any:
+    """Sections and lists copied; what else there is stays."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return value
+    if depth > _DEEPEST:
+        top = path.partition(".")[0]
+        raise ConfigError(f"DeepSpeed configuration: {top}: nested deeper than {_DEEPEST} sections; leave that out")
+    if isinstance(value, Mapping):
+        return {name: _copied(each, f"{path}.{name}", depth + 1) for name, each in value.items()}
+    return [_copied(each, path, depth + 1) for each in value]
 
 
 def complete(document: dict[str, Any], auto: Mapping[str, Any]) -> list[Note]:
@@ -73,8 +97,8 @@ def check(document: Mapping[str, Any]) -> list[Note]:
 def _check(section: Mapping[str, Any], path: str, notes: list[Note], complaints: list[str]) -> None:
     for name, value in section.items():
         dotted = f"{path}.{name}" if path else str(name)
-        key = KEY_OF.get(dotted)
-        if key is None and dotted in SECTIONS:
+        key = None if "." in str(name) else KEY_OF.get(dotted)
+        if key is None and dotted in SECTIONS and "." not in str(name):
             if isinstance(value, Mapping):
                 _check(value, dotted, notes, complaints)
             elif dotted == "zero_optimization" and isinstance(value, bool):
@@ -82,8 +106,7 @@ def _check(section: Mapping[str, Any], path: str, notes: list[Note], complaints:
             else:
                 complaints.append(f"{dotted}: expected a section, {{...}}, got {value!r}")
         elif key is None:
-            where = f" in {path!r}" if path else ""
-            complaints.append(f"unknown key {dotted!r}{closest(str(name), names_in(path)) or f'; no such key{where}'}")
+            complaints.append(f"unknown key {dotted!r}{_nearest(str(name), path)}")
         elif isinstance(value, Mapping) and not key.is_open and not dotted.endswith(".params"):
             complaints.append(f"{dotted}: expected a value, got a section")
         elif key.fate == "refused" and key.asks(value):
@@ -92,6 +115,15 @@ def _check(section: Mapping[str, Any], path: str, notes: list[Note], complaints:
             notes.append(Note(dotted, value, "not needed", "it asks for nothing"))
         else:
             notes.append(Note(dotted, value, key.fate, key.why))
+
+
+def _nearest(name: str, path: str) -> str:
+    """What may have been meant by an unknown name: one of its section, or the same name in another."""
+    here = closest(name, names_in(path))
+    elsewhere = [dotted for dotted in KEY_OF if dotted.rpartition(".")[2] == name]
+    if here or not elsewhere:
+        return here or f"; no such key in {path!r}" * bool(path)
+    return f"; did you mean {elsewhere[0]!r}?"
 
 
 def _short(value: object) -> str:

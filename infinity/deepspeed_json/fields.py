@@ -19,6 +19,16 @@ _DTYPES |= {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
 _HYSTERESIS, _WINDOW, _LEAST_SCALE, _SCALE_POWER = 2, 1000, 1.0, 16
 """DeepSpeed's defaults of dynamic loss scaling."""
 
+_LARGEST_POWER = 126
+_KEY_OF_FIELD = {
+    "nvme": "nvme_path",
+    "max_grad_norm": "gradient_clipping",
+    "loss_scale": "fp16.loss_scale",
+    "loss_scale_window": "fp16.loss_scale_window",
+    "loss_scale_hysteresis": "fp16.hysteresis",
+    "min_loss_scale": "fp16.min_loss_scale",
+}
+
 
 def make_config(given: Given, batches: Batches, fields: Mapping[str, Any]) -> Config:
     """The ``Config`` that a configuration asks for.
@@ -42,9 +52,19 @@ def make_config(given: Given, batches: Batches, fields: Mapping[str, Any]) -> Co
     shard_ranks = given.count(f"{_ZERO}.mics_shard_size", least=-1)
     if shard_ranks is not None and shard_ranks > 0:
         made["shard_ranks"] = shard_ranks
+    _check({name: value for name, value in made.items() if name not in fields})
     device = Config(device=fields.get("device", "auto")).torch_device()
     nvme = fields.get("nvme", made["nvme"])
     return Config(**{**default_budgets(device, on_nvme=bool(nvme)), **made, **fields})
+
+
+def _check(made: Mapping[str, Any]) -> None:
+    """Have a field that cannot be what the configuration says refused under the name of its key."""
+    for name in (name for name in _KEY_OF_FIELD if name in made):
+        try:
+            Config(**{name: made[name]})
+        except ConfigError as error:
+            raise ConfigError(f"DeepSpeed configuration: {_KEY_OF_FIELD[name]}: {error}") from error
 
 
 def _stage(given: Given) -> int:
@@ -58,7 +78,10 @@ def _stage(given: Given) -> int:
 
 
 def _precision(given: Given) -> str:
-    fp16, bf16 = given.flag("fp16.enabled"), given.flag("bf16.enabled") or given.flag("bfloat16.enabled")
+    fp16, now, before = (given.flag(f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16"))
+    if None not in {now, before} and now != before:
+        raise ConfigError("DeepSpeed configuration: bf16.enabled and bfloat16.enabled differ; leave bfloat16 out")
+    bf16 = now or before
     if fp16 and bf16:
         raise ConfigError("DeepSpeed configuration: fp16.enabled and bf16.enabled are both true; enable one of them")
     return "fp16" if fp16 else "bf16" if bf16 else "fp32"
@@ -69,6 +92,8 @@ def _loss_scale(given: Given) -> dict[str, Any]:
     if scale:
         return {"loss_scale": scale}
     power = given.count("fp16.initial_scale_power")
+    if power is not None and power > _LARGEST_POWER:
+        raise wrong("fp16.initial_scale_power", f"a whole number from 0 to {_LARGEST_POWER}", power)
     window, hysteresis = given.count("fp16.loss_scale_window", least=1), given.count("fp16.hysteresis", least=1)
     least = given.number("fp16.min_loss_scale")
     return {
@@ -116,7 +141,7 @@ def _directories(given: Given) -> tuple[str, ...]:
         if given.word(f"{_ZERO}.{section}.device", _DEVICES) != "nvme":
             continue
         path = given.raw(f"{_ZERO}.{section}.nvme_path")
-        if not isinstance(path, str) or not path:
-            raise wrong(f"{_ZERO}.{section}.nvme_path", "a directory, since the device is nvme", path)
+        if not isinstance(path, str) or not path.strip():
+            raise wrong(f"{_ZERO}.{section}.nvme_path", f"a directory, since {_ZERO}.{section}.device is nvme", path)
         paths.append(path)
     return tuple(dict.fromkeys(paths))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infinity.deepspeed_json.notes import Key, honoured, not_needed, other_than, refused
+from infinity.deepspeed_json.notes import Key, honoured, more_than_one, not_needed, on_within, other_than, refused
 from infinity.deepspeed_json.zero_keys import ZERO_KEYS
 
 _FASTEST_WAY = "a probe of the directories finds how they are read and written best; Config.io_* say otherwise"
@@ -10,6 +10,23 @@ _DATA = "give the loader what it should yield, in your script; leave this out"
 _NO_MODEL_PARALLELISM = "every rank runs the whole model, and shares its state; leave this out"
 _YOUR_LOG = "log engine.last_step and the loss in your script; leave this out"
 _FIGURES = "engine.last_step has the figures of each step, infinity.trace.write_trace writes them for Perfetto"
+
+
+def _bf16(section: str) -> tuple[Key, ...]:
+    overflow = "Config.on_nonfinite='error' stops at infinite gradients; in bf16 no step is skipped"
+    return (
+        honoured(f"{section}.enabled", "Config.precision='bf16'"),
+        not_needed(f"{section}.immediate_grad_update", "gradients leave for their sums as soon as they are made"),
+        not_needed(f"{section}.check_grad_overflow", overflow),
+        not_needed(f"{section}.check_overflow", overflow),
+        refused(f"{section}.bf16_master_weights_and_grads", "master weights are fp32; leave this out"),
+        refused(f"{section}.bf16_optimizer_states", "give the field optimizer_states='bf16' instead"),
+    )
+
+
+def _all_not_needed(section: str, why: str, names: str) -> tuple[Key, ...]:
+    return tuple(not_needed(f"{section}.{name}", why) for name in names.split())
+
 
 KEYS: tuple[Key, ...] = (
     honoured("train_batch_size", "micro-batch x accumulation x ranks: completed from two of them, and checked"),
@@ -38,7 +55,7 @@ KEYS: tuple[Key, ...] = (
     refused(
         "gradient_allreduce_op",
         "gradients are averaged over ranks; multiply the loss by their number for a sum",
-        asks=other_than("mean"),
+        asks=lambda value: str(value).lower() != "mean",
     ),
     refused("sparse_gradients", "gradients are dense; build embeddings with sparse=False"),
     not_needed("disable_allgather", "parameters are all-gathered in place"),
@@ -52,13 +69,8 @@ KEYS: tuple[Key, ...] = (
     refused("fp16.consecutive_hysteresis", "overflows are counted anew when the scale doubles; leave this out"),
     honoured("fp16.min_loss_scale", "Config.min_loss_scale"),
     refused("fp16.fp16_master_weights_and_grads", "master weights are fp32; leave this out"),
-    honoured("bf16.enabled", "Config.precision='bf16'"),
-    not_needed("bf16.immediate_grad_update", "gradients leave for their sums as soon as they are made"),
-    not_needed("bf16.check_grad_overflow", "Config.on_nonfinite='error' stops at them; steps are not skipped in bf16"),
-    refused("bf16.bf16_master_weights_and_grads", "master weights are fp32; leave this out"),
-    refused("bf16.bf16_optimizer_states", "give the field optimizer_states='bf16' instead"),
-    honoured("bfloat16.enabled", "as bf16.enabled"),
-    not_needed("bfloat16.immediate_grad_update", "gradients leave for their sums as soon as they are made"),
+    *_bf16("bf16"),
+    *_bf16("bfloat16"),
     refused("amp", "Apex is not used; fp16 or bf16 are what it did", is_open=True),
     refused("torch_autocast", "run the model under torch.autocast in your script", is_open=True),
     honoured("data_types.grad_accum_dtype", "Config.accumulation_dtype: fp32, or the dtype that computes"),
@@ -93,9 +105,17 @@ KEYS: tuple[Key, ...] = (
     not_needed("dump_state", "the report at the start has it"),
     not_needed("memory_breakdown", "engine.usage() has it at any time"),
     not_needed("log_level", "the logger is 'infinity', of Python's logging"),
-    not_needed("timers", _FIGURES, is_open=True),
-    not_needed("flops_profiler", _FIGURES, is_open=True),
-    not_needed("comms_logger", "engine.collective_bytes() has what was sent, engine.last_step the waits", is_open=True),
+    *_all_not_needed("timers.throughput", _FIGURES, "enabled synchronized"),
+    *_all_not_needed(
+        "flops_profiler",
+        _FIGURES,
+        "enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor",
+    ),
+    *_all_not_needed(
+        "comms_logger",
+        "engine.collective_bytes() has what was sent, engine.last_step the waits",
+        "enabled verbose prof_all prof_ops debug",
+    ),
     refused("tensorboard", _YOUR_LOG, is_open=True),
     refused("wandb", _YOUR_LOG, is_open=True),
     refused("csv_monitor", _YOUR_LOG, is_open=True),
@@ -111,18 +131,34 @@ KEYS: tuple[Key, ...] = (
     refused("sparse_attention", "the attention is your model's; leave this out", is_open=True),
     refused("elasticity", "a run goes on with any number of ranks and the batch sizes you give it", is_open=True),
     refused("pipeline", _NO_MODEL_PARALLELISM, is_open=True),
-    refused("tensor_parallel", _NO_MODEL_PARALLELISM, is_open=True),
+    refused(
+        "tensor_parallel",
+        _NO_MODEL_PARALLELISM,
+        asks=more_than_one("autotp_size", "tp.tp_size", "tensor_parallel.tp_size"),
+        is_open=True,
+    ),
     refused("expert_parallel", _NO_MODEL_PARALLELISM, is_open=True),
     refused("sequence_parallel_size", _NO_MODEL_PARALLELISM, asks=other_than(0, 1)),
     refused("hybrid_engine", "generate with engine.module.generate(); leave this out", is_open=True),
+    refused(
+        "compile",
+        "give the field compile=True: blocks are then compiled",
+        asks=on_within("deepcompile", "enabled"),
+        is_open=True,
+    ),
     refused("graph_harvesting", "the field compile=True has blocks compiled; leave this out"),
-    refused("compile", "give the field compile=True: blocks are then compiled", is_open=True),
     not_needed("checkpoint.tag_validation", "ranks agree on every checkpoint before it counts"),
     not_needed("checkpoint.load_universal", "any number of ranks goes on from a checkpoint of any other"),
     not_needed("checkpoint.use_node_local_storage", "each rank keeps its state on its own disks"),
-    not_needed("checkpoint.parallel_write", "all ranks write their own part at the same time", is_open=True),
+    not_needed("checkpoint.parallel_write.pipeline_stage", "all ranks write their own part at the same time"),
+    not_needed("checkpoint.checkpoint_serialization", "checkpoints are safetensors, never pickles"),
+    *_all_not_needed(
+        "checkpoint.writer",
+        _FASTEST_WAY,
+        "type decoupled io_buffer_size io_buffer_double show_statistics data_parallel io_multiplier",
+    ),
     not_needed("nebula", "a commit names what is on the disk already, and costs no copy", is_open=True),
-    not_needed("datastates", "a commit names what is on the disk already, and costs no copy", is_open=True),
+    not_needed("datastates_ckpt", "a commit names what is on the disk already, and costs no copy", is_open=True),
     not_needed("vocabulary_size", "it only warned of sizes that tensor cores do not like"),
     not_needed("use_data_before_expert_parallelism", "there is no expert parallelism"),
     not_needed("allgather_size", "units travel in one piece"),

@@ -27,6 +27,9 @@ class Note:
     what: Literal["honoured", "not needed", "default"]
     why: str
 
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value!r}: {self.what}: {self.why}"
+
 
 def is_on(value: object) -> bool:
     """Whether a value asks for something: all but ``false``, 0, an empty section, and one that is not enabled."""
@@ -40,6 +43,27 @@ def is_on(value: object) -> bool:
 def other_than(*usual: object) -> Callable[[Any], bool]:
     """Whether a value is none of these."""
     return lambda value: value not in usual
+
+
+def on_within(*names: str) -> Callable[[Any], bool]:
+    """Whether a section turns one of these on, which are off where it does not have them."""
+    return lambda value: any(is_on(value.get(name)) for name in names) if isinstance(value, dict) else is_on(value)
+
+
+def more_than_one(*names: str) -> Callable[[Any], bool]:
+    """Whether a section has a size other than 0 and 1 under one of these dotted names."""
+
+    def size_of(value: Any, name: str) -> Any:
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def asks(value: Any) -> bool:
+        return (
+            any(size_of(value, name) not in (None, 0, 1) for name in names) if isinstance(value, dict) else is_on(value)
+        )
+
+    return asks
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class DeepSpeedConfig:
         accumulation_steps: micro-batches of a step.
         optimizer: makes the optimizer; ``None`` where it has none.
         scheduler: makes the schedule; ``None`` where it has none.
-        steps_per_print: after so many steps one is reported.
+        steps_per_print: after so many steps one is reported; 0 for never.
         wall_clock_breakdown: whether that says where the time went.
         notes: what became of each key.
         document: the configuration as it was read, completed.
@@ -80,10 +80,10 @@ def read_deepspeed(
     scheduled, schedule = _section(given, "scheduler")
     spec = OptimizerSpec(made, optimizer) if made else None
     plan = SchedulerSpec(scheduled, schedule) if scheduled else None
-    for each in (spec, plan):
-        if each is not None:
-            each.check()
-    steps_per_print = given.count("steps_per_print")
+    if spec is not None:
+        spec.check()
+    if plan is not None:
+        plan.check(spec)
     return DeepSpeedConfig(
         config=make_config(given, batches, fields or {}),
         train_batch_size=batches.total,
@@ -91,11 +91,18 @@ def read_deepspeed(
         accumulation_steps=batches.accumulation_steps,
         optimizer=spec,
         scheduler=plan,
-        steps_per_print=_STEPS_PER_PRINT if steps_per_print is None else steps_per_print,
+        steps_per_print=_steps_per_print(given),
         wall_clock_breakdown=bool(given.flag("wall_clock_breakdown")),
         notes=(*notes, *defaulted),
         document=document,
     )
+
+
+def _steps_per_print(given: Given) -> int:
+    if given.raw("steps_per_print") == float("inf"):  # as Accelerate has it
+        return 0
+    steps = given.count("steps_per_print")
+    return _STEPS_PER_PRINT if steps is None else steps
 
 
 def _section(given: Given, name: str) -> tuple[str | None, Mapping[str, Any]]:
@@ -107,7 +114,7 @@ def _section(given: Given, name: str) -> tuple[str | None, Mapping[str, Any]]:
     if kind is None and not params:
         return None, {}
     if not isinstance(kind, str):
-        raise wrong(f"{name}.type", "a name", kind)
+        raise wrong(f"{name}.type", f"a name, to go with {name}.params" if kind is None else "a name", kind)
     if not isinstance(params, Mapping):
         raise ConfigError(f"DeepSpeed configuration: {name}.params: expected a section, got {params!r}")
     return kind, params

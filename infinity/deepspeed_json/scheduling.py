@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +12,18 @@ import torch
 from torch.optim import lr_scheduler
 
 from infinity.deepspeed_json import schedules
+from infinity.deepspeed_json.document import wrong
 from infinity.deepspeed_json.notes import closest
+from infinity.deepspeed_json.optimizers import WRONG_ARGUMENTS, OptimizerSpec, numeric
 from infinity.errors import ConfigError
 
 _Kind = type[lr_scheduler.LRScheduler]
 
 _OF_DEEPSPEED: Mapping[str, type[schedules.Schedule]] = {kind.__name__: kind for kind in schedules.ALL}
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +46,15 @@ class SchedulerSpec:
         """
         kind = self._kind()
         try:
-            return kind(optimizer, **self.params)
-        except (TypeError, ValueError) as error:
+            return kind(optimizer, **{name: numeric(value) for name, value in self.params.items()})
+        except WRONG_ARGUMENTS as error:
             raise ConfigError(f"DeepSpeed configuration: scheduler.params of {self.type}: {error}") from error
 
-    def check(self) -> None:
+    def check(self, optimizer: OptimizerSpec | None) -> None:
         """Refuse what cannot be made.
+
+        Args:
+            optimizer: of the same configuration; ``None`` where it has none.
 
         Raises:
             ConfigError: it names the type or the argument.
@@ -64,7 +74,16 @@ class SchedulerSpec:
             if each.default is inspect.Parameter.empty and name not in self.params
         ]
         if missing:
-            raise ConfigError(f"DeepSpeed configuration: scheduler.params: {self.type} needs {', '.join(missing)}")
+            raise ConfigError(
+                f"DeepSpeed configuration: scheduler.type = {self.type!r}: expected {', '.join(missing)} in "
+                "scheduler.params"
+            )
+        for name, value in self.params.items():
+            if any(isinstance(each, float) and not math.isfinite(each) for each in _flat(numeric(value))):
+                raise wrong(f"scheduler.params.{name}", "finite numbers", value)
+        num_groups = max([1, *(len(value) for value in self.params.values() if isinstance(value, list))])
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(1, 1))]} for _ in range(num_groups)]
+        self.make((optimizer or OptimizerSpec("AdamW")).make(groups))
 
     def _kind(self) -> _Kind:
         kind: Any = _OF_DEEPSPEED.get(self.type) or getattr(lr_scheduler, self.type, None)

@@ -94,6 +94,7 @@ ZERO_KEYS: tuple[Key, ...] = (
     refused(f"{_ZERO}.zero_quantized_weights", _QUANTIZED),
     refused(f"{_ZERO}.zero_quantized_nontrainable_weights", _QUANTIZED),
     refused(f"{_ZERO}.zero_quantized_gradients", _QUANTIZED),
+    refused(f"{_ZERO}.zeropp_loco_param", _QUANTIZED, is_open=True),
     honoured(f"{_ZERO}.mics_shard_size", "Config.shard_ranks"),
     not_needed(f"{_ZERO}.mics_hierarchical_params_gather", "ranks that share state gather among themselves only"),
     not_needed(f"{_ZERO}.memory_efficient_linear", "no module is replaced, and released weights are never kept"),

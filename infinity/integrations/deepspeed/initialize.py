@@ -22,7 +22,7 @@ from infinity.integrations.deepspeed.data import DeepSpeedDataLoader
 from infinity.integrations.deepspeed.engine import DeepSpeedEngine
 from infinity.integrations.deepspeed.log import log_dist, not_needed, say_once
 from infinity.integrations.deepspeed.optimizer import DeepSpeedOptimizer
-from infinity.integrations.deepspeed.report import note_line, start_report
+from infinity.integrations.deepspeed.report import start_report
 
 _MEASURE_ONLY = sys.float_info.max
 """A ``max_grad_norm`` that clips nothing: DeepSpeed's engine always tells the norm."""
@@ -102,7 +102,7 @@ def initialize(
         raise
     log_dist(start_report(engine, trained=trained))
     for note in settings.notes:
-        say_once(note_line(note))
+        say_once(str(note))
     return wrapped, wrapped.optimizer, wrapped.training_dataloader, wrapped.lr_scheduler
 
 

@@ -1,8 +1,7 @@
-"""What is said at start: stage, what is partitioned, parameters, bytes of each tier, what remains; and notes."""
+"""What is said at start: stage, what is partitioned, parameters, bytes of each tier, what remains."""
 
 from __future__ import annotations
 
-from infinity.deepspeed_json import Note
 from infinity.engine.engine import Engine
 from infinity.engine.summary import Summary
 
@@ -34,11 +33,6 @@ def start_report(engine: Engine, *, trained: int) -> str:
             + ("" if tier.budget is None else f"; needs at least {readable(tier.needed)}")
         )
     return "\n".join(lines)
-
-
-def note_line(note: Note) -> str:
-    """A note in one line."""
-    return f"{note.key} = {note.value!r}: {note.what}: {note.why}"
 
 
 def readable(num_bytes: int) -> str:
