@@ -685,6 +685,13 @@ def test_recomputation_is_pytorchs(caplog: pytest.LogCaptureFixture) -> None:
         checkpointing.model_parallel_cuda_manual_seed(1)
 
 
+def test_schedules_are_where_scripts_look_for_them() -> None:
+    theirs = importlib.import_module("infinity.integrations.deepspeed.runtime.lr_schedules")
+    assert theirs.__all__ == ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert theirs.WarmupLR(optimizer, warmup_min_lr=0.25).get_last_lr() == [0.25]
+
+
 def test_who_this_process_is() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 1)

@@ -1,1 +1,1 @@
-"""``deepspeed.runtime``: the paths by which scripts know the memory estimators."""
+"""``deepspeed.runtime``: the paths by which scripts know the memory estimators and the schedules."""
