@@ -26,7 +26,8 @@ def plan(
 
     Args:
         model_or_config: a model, real or made under ``infinity.deferred_init()``, which stays as it is; or the path of
-            a Hugging Face ``config.json``; ``None``: what ``settings`` name (``parameters=7e9, layers=32, hidden=4096``).
+            a Hugging Face ``config.json``; ``None``: what ``settings`` name, as ``parameters=7e9, layers=32,
+            hidden=4096`` do.
         config: budgets and everything else, as ``infinity.initialize`` takes them.
         **settings: the flags of ``infinity plan``, by their names with ``_`` for ``-``: what is planned (``batch``,
             ``seq``, ``accumulate``, ``optimizer``, ``ranks``), the machine (``bench``, or ``read``, ``write``,

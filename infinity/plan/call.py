@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.errors import ConfigError
-from infinity.plan.estimate import device_of, make_plan
+from infinity.plan.estimate import make_plan
 from infinity.plan.result import Plan
 from infinity.plan.settings import PlanSettings
 from infinity.plan.sources import source_of
@@ -46,7 +46,7 @@ def plan_with(
         config = config.model_copy(update={"accumulation_steps": settings.num_micro_batches})
     machine = machine_of(settings)
     source = source_of(model_or_config, settings)
-    if settings.bench_file is None and device_of(config).type == "cpu":
+    if settings.bench_file is None and settings.optimizer_speed is None:
         machine = with_optimizer(machine, settings.optimizer)
     return make_plan(source, config, settings, machine)
 

@@ -23,7 +23,8 @@ _PANELS = {
     "Model": ("model", "kwargs", "hf", "parameters", "layers", "hidden", "heads", "vocab"),
     "Training": ("batch", "seq", "accumulate", "optimizer", "ranks"),
     "Machine": (
-        "bench", "read", "write", "mixed", "pcie", "network", "flops", "compute_seconds", "endurance",
+        "bench", "read", "write", "mixed", "pcie", "network", "flops", "compute_seconds", "optimizer_speed",
+        "endurance",
     ),
     "Results": ("plot", "json"),
 }  # fmt: skip
@@ -38,7 +39,7 @@ def main(config: Path | None, **flags: Any) -> None:
     how long a step takes comes from steps in virtual time, by the engine's own scheduler. Exit code 1: the budgets
     cannot train the model; what would do is shown.
 
-    For example: infinity plan --layers 48 --hidden 1600 --heads 25 --ram 8GiB --nvme /mnt/nvme0 --read 3GB/s --write 2GB/s
+    For example: infinity plan --layers 48 --hidden 1600 --heads 25 --ram 8GiB --nvme /mnt/nvme0 --read 3GB/s
     """
     settings = PlanSettings(**given_fields(PlanSettings, flags))
     base = {} if config is None else _set_fields(Config.from_json(config))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,11 +21,12 @@ from infinity.engine.summary import summarize
 from infinity.engine.tiling import tile_for_budget
 from infinity.engine.traffic import Work, moved, state_of
 from infinity.errors import BudgetError, ConfigError
+from infinity.plan.figures import Simulated
 from infinity.plan.machine import Machine
 from infinity.plan.order import visits
 from infinity.plan.result import Plan, Wear, tokens_to_hide, wear_of
 from infinity.plan.settings import PlanSettings
-from infinity.plan.simulate import Pace, Simulated, simulate
+from infinity.plan.simulate import Pace, simulate
 from infinity.plan.sources import Source, optimizer_for
 from infinity.plan.speeds import measure_flops
 
@@ -102,8 +102,10 @@ class Division:
 
     def smallest(self) -> dict[str, int]:
         """The smallest budgets that can train it."""
-        least = least_budgets(self.model, self.config, self.device, self.planner(self.num_ranks))
-        return {"hbm": int(least.hbm), "ram": int(least.ram)}
+        planner = self.planner(self.num_ranks)
+        least = planner(least_budgets(self.model, self.config, self.device, planner))
+        hbm, ram = least.needs(self.model, self.config, self.device)
+        return {"hbm": hbm, "ram": ram}
 
     def fits(self, num_ranks: int) -> bool:
         """Whether the budgets do on so many ranks."""
@@ -147,7 +149,9 @@ def make_plan(source: Source, config: Config, settings: PlanSettings, machine: M
     precision.check(model)
     if config.tile_large_layers:
         if not source.is_ours:
-            raise ConfigError("tile_large_layers: would change the model; plan infinity.tile_large_layers(model) itself")
+            raise ConfigError(
+                "tile_large_layers: would change the model; plan infinity.tile_large_layers(model) itself"
+            )
         tile_for_budget(model, optimizer, config, precision)
         optimizer = optimizer_for(model, settings.optimizer)
     traits = probe(optimizer)
@@ -224,9 +228,7 @@ def _compute_seconds(
 def operations_of(source: Source, plan: budget.Plan, config: Config, settings: PlanSettings) -> float:
     """Of forward and backward of a step: matrices that are multiplied, and attention where its size is known."""
     per_token = _WITH_RECOMPUTATION if config.recompute else _FORWARD_AND_BACKWARD
-    matrices = sum(
-        param.numel() * times for param, times in _multiplied(source.model).items()
-    )
+    matrices = sum(param.numel() * times for param, times in _multiplied(source.model).items())
     attention = source.attention * settings.seq_length  # causal: half of all pairs, in two products
     return float(per_token * settings.num_tokens * (matrices + attention))
 

@@ -1,8 +1,8 @@
 """In which order a step touches units, as far as the model's structure tells.
 
-Modules are taken to run in the order in which the model holds them, each once, inside those that hold them; backward the
-other way round. A tied weight is gathered by each module that has it, and its gradient comes with the first of them.
-What structure does not tell (a branch, a module called twice) is not in it.
+Modules are taken to run in the order in which the model holds them, each once, inside those that hold them; backward
+the other way round. A tied weight is gathered by each module that has it, and its gradient comes with the first of
+them. What structure does not tell (a branch, a module called twice) is not in it.
 """
 
 from __future__ import annotations

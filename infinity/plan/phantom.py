@@ -6,7 +6,6 @@ bytes would be moved or computed, time passes instead.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from infinity.io.backend import Priority
+from infinity.io.tasks import gather_all
 from infinity.plan.machine import Machine
 from infinity.plan.virtual import Disk, Server
 from infinity.store.device import DeviceTier
@@ -22,8 +22,6 @@ from infinity.store.pool import BufferPool, Lease, StreamEvent
 from infinity.store.residency import Residency
 from infinity.store.shard import ShardKey
 from infinity.store.store import TieredStore
-
-_PAGE_BYTES = 4096
 
 
 def no_memory(num_bytes: int) -> torch.Tensor:
@@ -143,11 +141,9 @@ class PhantomArena(DeviceTier):
 
     async def _fill(self, unit: int, lease: Lease, priority: Priority) -> None:
         target = lease.tensor
-        await asyncio.gather(
-            *(
-                self._store.read(piece.key, target[piece.start : piece.stop], priority=priority, owner=self._OWNER)
-                for piece in self._units[unit][1]
-            )
+        await gather_all(
+            self._store.read(piece.key, target[piece.start : piece.stop], priority=priority, owner=self._OWNER)
+            for piece in self._units[unit][1]
         )
 
 

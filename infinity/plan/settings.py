@@ -85,6 +85,10 @@ class PlanSettings(BaseModel):
     """Operations per second of forward and backward: 45TFLOPS. Without it, and without --compute-seconds, matrix
     products of the model's own shapes are measured on this machine."""
 
+    optimizer_speed: Speed | None = None
+    """Bytes of state per second that the optimizer goes through in host memory. Without it, and without --bench, it is
+    measured on this machine."""
+
     compute_seconds: Annotated[float, Field(gt=0)] | None = None
     """Seconds of forward and backward of a step, where they are known."""
 

@@ -2,7 +2,7 @@
 
 ``Residency`` decides what stays and what leaves, ``Orders`` knows what comes when, ``PrefetchScheduler`` looks ahead,
 ``StepStream`` steps sub-groups beside training: all are the engine's. What is written anew here is what the engine does
-on its other threads: the hooks of forward and backward (``_Training``) and the arithmetic of a sub-group (``_Step``),
+on its other threads: the hooks of forward and backward (``_Training``) and the step of a sub-group (``stepping.py``),
 which fetch and release the same shards in the same order, and take time instead of computing.
 
 One rank, micro-batches one after the other. The first steps fill the tiers; the mean of the last ones is the figure.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,17 +21,17 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.budget import Plan
 from infinity.engine.prefetch import BACKLOG_SHARE, TRAINING, Orders, PrefetchScheduler
-from infinity.engine.stream import Job, StepStream
-from infinity.engine.substep import OPTIMIZER
-from infinity.engine.unit import GRAD, GRAD_SUM, PARAM, RESIDUAL, SCRATCH, Part, PartGradients, Unit, state_kind
+from infinity.engine.stream import StepStream
+from infinity.engine.unit import GRAD, GRAD_SUM, PARAM, PartGradients, Unit
 from infinity.errors import BudgetError
+from infinity.plan.figures import Mark, Simulated, mean_step
 from infinity.plan.machine import Machine
 from infinity.plan.order import Visit, visits
 from infinity.plan.phantom import Hardware, PhantomAccelerator, PhantomArena, PhantomStore
+from infinity.plan.stepping import PhantomStep, PhantomStepper
 from infinity.plan.virtual import run_virtually
 from infinity.store.device import Piece
-from infinity.store.order import Access, Use
-from infinity.store.shard import ShardKey
+from infinity.store.order import Use
 
 NUM_STEPS, NUM_COUNTED = 6, 3
 FORWARD_SHARE, RECOMPUTED_SHARE = 1 / 3, 1 / 4
@@ -56,40 +55,9 @@ class Pace:
     under_backward: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Simulated:
-    """One step, once training repeats itself.
-
-    Attributes:
-        seconds: how long it takes.
-        read_bytes: from NVMe.
-        written_bytes: to NVMe.
-        to_device: bytes from host memory to an accelerator.
-        from_device: and back.
-        stall_seconds: for which training waits, by cause: ``"disk"``, ``"optimizer"``.
-        processor_seconds: for which the processor works.
-        disk_seconds: for which the disk moves something.
-        optimizer_seconds: of the processor, for the optimizer's arithmetic.
-        device_peak_bytes: the most that device memory holds.
-        host_peak_bytes: the most that host memory holds.
-        traffic: bytes read and written by kind of shard.
-    """
-
-    seconds: float
-    read_bytes: int
-    written_bytes: int
-    to_device: int
-    from_device: int
-    stall_seconds: Mapping[str, float]
-    processor_seconds: float
-    disk_seconds: float
-    optimizer_seconds: float
-    device_peak_bytes: int
-    host_peak_bytes: int
-    traffic: Mapping[str, tuple[int, int]]
-
-
-def simulate(plan: Plan, model: nn.Module, config: Config, device: torch.device, machine: Machine, pace: Pace) -> Simulated:
+def simulate(
+    plan: Plan, model: nn.Module, config: Config, device: torch.device, machine: Machine, pace: Pace
+) -> Simulated:
     """Take some steps.
 
     Args:
@@ -121,17 +89,6 @@ class _Scheduler(PrefetchScheduler):
         self._begin_forward(True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step(Job):
-    """One sub-group: the shards that the engine's own step fetches and changes (``engine/substep.py``)."""
-
-    training: _Training
-
-    async def run(self, stepper: Any, pinned: Callable[[], None]) -> None:
-        """Fetch them, take the time of the arithmetic, release them."""
-        await self.training.step_part(self.gradients, pinned)
-
-
 class _Training:
     """What the training thread and the optimizer do, in virtual time."""
 
@@ -146,22 +103,28 @@ class _Training:
         self._seconds = (seconds * forward, seconds * (1 - forward))
         self._gradients: dict[int, str] = {}
         self._come: set[int] = set()  # the parts that got gradients in this backward
-        self._states: set[ShardKey] = set()
         self._stalls = {"disk": 0.0, "optimizer": 0.0}
-        self._optimizer_seconds = 0.0
 
     async def run(self) -> Simulated:
         """All steps; the mean of the last."""
         self._build()
-        await self._load()
-        marks = []
-        for _ in range(NUM_STEPS):
-            await self._step()
-            marks.append(self._mark())
-        first, last = marks[-1 - NUM_COUNTED], marks[-1]
-        self._stream.withdraw()
-        await self._stream.drain()
-        return self._result(first, last)
+        try:
+            await self._load()
+            marks = []
+            for _ in range(NUM_STEPS):
+                await self._step()
+                marks.append(self._mark())
+            return mean_step(
+                marks[-1 - NUM_COUNTED],
+                marks[-1],
+                NUM_COUNTED,
+                device_peak_bytes=self._device.usage().peak_bytes,
+                host_peak_bytes=self._store.host.usage().peak_bytes,
+            )
+        finally:
+            await self._stream.aclose()
+            await self._device.aclose()
+            await self._store.aclose()
 
     def _build(self) -> None:
         plan, config, pace = self._plan, self._config, self._pace
@@ -174,14 +137,13 @@ class _Training:
             distance=self._orders.shard_distance,
             on_room=lambda: self._orders.look_ahead(),
         )
+        self._stepper = PhantomStepper(plan, self._store)
         tier = PhantomAccelerator if self._on_accelerator else PhantomArena
         self._device = tier(int(config.hbm), self._store, distance=self._orders.unit_distance)
         for unit in plan.units:
             pieces = [Piece(part.key(PARAM), part.start, part.stop) for part in unit.parts]
             self._device.register(unit.index, unit.num_bytes, pieces)
-        self._stream = StepStream(
-            cast(Any, None), self._device.invalidate, unit_distance=self._orders.next_in_training
-        )
+        self._stream = StepStream(cast(Any, None), self._device.invalidate, unit_distance=self._orders.next_in_training)
         reads_ahead = pace.overlaps or not pace.under_backward
         step_bytes = [plan.step_bytes(part) for part in plan.parts if part.stepped]
         self._scheduler = _Scheduler(
@@ -322,118 +284,29 @@ class _Training:
         if not self._pace.overlaps:
             await self._wait_for(self._stream.drain())
 
-    def _take(self, units: Any) -> list[_Step]:
+    def _take(self, units: Any) -> list[PhantomStep]:
         jobs = []
         for whole in (part for unit in units for part in unit.parts):
             part = self._plan.parts[whole.index]
             kind = self._gradients.pop(part.index, None)
             if kind is not None:
-                jobs.append(_Step(PartGradients(part, kind, frozenset()), self))
+                jobs.append(PhantomStep(PartGradients(part, kind, frozenset()), self._stepper))
         return jobs
 
-    async def step_part(self, gradients: PartGradients, pinned: Callable[[], None]) -> None:
-        """One sub-group, as ``SubGroupStepper.step`` does it."""
-        part, store, plan = gradients.part, self._store, self._plan
-        sizes = plan.format_of(part).shards(part)
-        in_planes = RESIDUAL in sizes
-        scratch = {SCRATCH: plan.format_of(part).in_step(part)[SCRATCH]} if in_planes else {}
-        states = plan.state_format_of(part, part.step_dtype)
-        names = [part.key(state_kind(name)) for name in part.state_names]
-        known = [key for key in names if key in self._states]
-        if states.scratch_bytes:
-            scratch |= {f"{SCRATCH}.{key.kind}": states.scratch_bytes for key in known}
-        read = [RESIDUAL, PARAM] if in_planes else list(plan.format_of(part).read_by_step(part))
-        others = [kind for kind in sizes if kind not in read]
-
-        async def pin_weights() -> None:
-            if SCRATCH in scratch:
-                await store.put(_scratch(SCRATCH), scratch[SCRATCH], owner=OPTIMIZER)
-            if in_planes:
-                await asyncio.gather(*(self._fetch(part.key(kind)) for kind in read))
-                return
-            await self._fetch(part.key(read[0]))
-            for kind in others:
-                await store.put(part.key(kind), sizes[kind], owner=OPTIMIZER)
-
-        await asyncio.gather(
-            pin_weights(),
-            *(
-                store.put(_scratch(kind), num_bytes, owner=OPTIMIZER)
-                for kind, num_bytes in scratch.items()
-                if kind != SCRATCH
-            ),
-            *(self._fetch(key) for key in [gradients.key, *known]),
-        )
-        pinned()
-        await self._arithmetic(part, gradients, in_planes=in_planes)
-        for key in names:
-            if key not in self._states:
-                await store.put(key, states.num_bytes(part), owner=OPTIMIZER)
-                self._states.add(key)
-        for kind, num_bytes in scratch.items():
-            store.release(_scratch(kind), owner=OPTIMIZER)
-            store.prepare(_scratch(kind), num_bytes)
-        store.release(gradients.key, owner=OPTIMIZER)
-        for key in [*names, *(part.key(kind) for kind in sizes)]:
-            store.release(key, owner=OPTIMIZER, dirty=True)
-        await store.delete(gradients.key)
-
-    async def _fetch(self, key: ShardKey) -> None:
-        await self._store.fetch(key, owner=OPTIMIZER, update=True)
-
-    async def _arithmetic(self, part: Part, gradients: PartGradients, *, in_planes: bool) -> None:
-        machine = self._machine
-        state_bytes = self._plan.part_state_bytes(part)
-        seconds = machine.part_seconds + state_bytes / (machine.planes if in_planes else machine.optimizer)
-        self._optimizer_seconds += seconds
-        await self._hardware.processor.work(seconds)
-
-    def _mark(self) -> dict[str, Any]:
+    def _mark(self) -> Mark:
         store, hardware = self._store, self._hardware
         traffic: dict[str, tuple[int, int]] = {}
         for (_, kind), moved in store.traffic().items():
             read, written = traffic.get(kind, (0, 0))
             traffic[kind] = (read + moved.read_bytes, written + moved.written_bytes)
-        return {
+        totals = {
             "seconds": asyncio.get_running_loop().time(),
-            "read": store.counters.read,
-            "written": store.counters.written,
+            "read_bytes": store.counters.read,
+            "written_bytes": store.counters.written,
             "to_device": store.counters.to_device,
             "from_device": store.counters.from_device,
-            "stalls": dict(self._stalls),
-            "processor": hardware.processor.busy_seconds,
-            "disk": hardware.disk.moving_seconds,
-            "optimizer": self._optimizer_seconds,
-            "traffic": traffic,
+            "processor_seconds": hardware.processor.busy_seconds,
+            "disk_seconds": hardware.disk.moving_seconds,
+            "optimizer_seconds": self._stepper.busy_seconds,
         }
-
-    def _result(self, first: Mapping[str, Any], last: Mapping[str, Any]) -> Simulated:
-        def mean(name: str) -> float:
-            return float(last[name] - first[name]) / NUM_COUNTED
-
-        return Simulated(
-            seconds=mean("seconds"),
-            read_bytes=round(mean("read")),
-            written_bytes=round(mean("written")),
-            to_device=round(mean("to_device")),
-            from_device=round(mean("from_device")),
-            stall_seconds={
-                cause: (seconds - first["stalls"][cause]) / NUM_COUNTED for cause, seconds in last["stalls"].items()
-            },
-            processor_seconds=mean("processor"),
-            disk_seconds=mean("disk"),
-            optimizer_seconds=mean("optimizer"),
-            device_peak_bytes=self._device.usage().peak_bytes,
-            host_peak_bytes=self._store.host.usage().peak_bytes,
-            traffic={
-                kind: tuple(
-                    round((after - before) / NUM_COUNTED)
-                    for after, before in zip(moved, first["traffic"].get(kind, (0, 0)), strict=True)
-                )
-                for kind, moved in last["traffic"].items()
-            },
-        )
-
-
-def _scratch(kind: str) -> ShardKey:
-    return ShardKey(0, 0, kind)
+        return Mark(totals, dict(self._stalls), traffic)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,8 @@ def machine_of(settings: PlanSettings) -> Machine:
     if settings.bench_file is not None:
         machine = from_bench(settings.bench_file)
     given: dict[str, Any] = {name: getattr(settings, name) for name in ("read", "write", "mixed", "network", "flops")}
-    given |= {"to_device": settings.pcie, "from_device": settings.pcie}
+    given |= {"to_device": settings.pcie, "from_device": settings.pcie, "optimizer": settings.optimizer_speed}
+    given["planes"] = None if settings.optimizer_speed is None else settings.optimizer_speed * _PLANES_SHARE
     given = {name: value for name, value in given.items() if value is not None}
     if "mixed" not in given and ("read" in given or "write" in given):
         given["mixed"] = max(given.get("read", machine.read), given.get("write", machine.write))
@@ -133,23 +133,19 @@ def measure_optimizer(name: str) -> float:
     param = nn.Parameter(torch.zeros(_OPTIMIZER_ELEMENTS))
     param.grad = torch.ones_like(param)
     optimizer: Any = getattr(torch.optim, name)([param], lr=1e-3)
-    seconds = []
-    for _ in range(4):
+    optimizer.step()  # makes the states
+    best, end = float("inf"), time.perf_counter() + _SECONDS
+    while best == float("inf") or time.perf_counter() < end:
         begun = time.perf_counter()
         optimizer.step()
-        seconds.append(time.perf_counter() - begun)
-    return _OPTIMIZER_BYTES * _OPTIMIZER_ELEMENTS / min(seconds[1:])
+        best = min(best, time.perf_counter() - begun)
+    return _OPTIMIZER_BYTES * _OPTIMIZER_ELEMENTS / best
 
 
 def with_optimizer(machine: Machine, name: str) -> Machine:
     """A machine whose optimizer has been measured here."""
     optimizer = measure_optimizer(name)
     return dataclasses.replace(machine, optimizer=optimizer, planes=optimizer * _PLANES_SHARE)
-
-
-def as_document(machine: Machine) -> Mapping[str, Any]:
-    """The speeds as JSON holds them."""
-    return dataclasses.asdict(machine)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -23,7 +23,9 @@ def _kept(plan: Plan) -> Table:
         table.add_column(column, justify="right")
     for kind, size in summary.kept.items():
         table.add_row(f"{kind}, 1/{summary.num_ranks}" if summary.is_slice(kind) else kind, format_bytes(size))
-    table.add_row("all state" + (" of a rank" if several else ""), format_bytes(sum(summary.kept.values())), end_section=True)
+    table.add_row(
+        "all state" + (" of a rank" if several else ""), format_bytes(sum(summary.kept.values())), end_section=True
+    )
     for name, tier in summary.tiers.items():
         budget = "" if tier.budget is None else format_bytes(tier.budget)
         least = {"device": plan.smallest["hbm"], "host": plan.smallest["ram"]}.get(name, tier.needed)
@@ -62,5 +64,7 @@ def shortage_table(error: TooSmallError, budgets: dict[str, int]) -> Table:
     for column in ("", "budget", "smallest", "short by"):
         table.add_column(column, justify="left" if not column else "right")
     for name, smallest in error.smallest.items():
-        table.add_row(name, format_bytes(budgets[name]), f"{format_bytes(smallest)} ({smallest})", format_bytes(error.short[name]))
+        table.add_row(
+            name, format_bytes(budgets[name]), f"{format_bytes(smallest)} ({smallest})", format_bytes(error.short[name])
+        )
     return table

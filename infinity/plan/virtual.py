@@ -54,9 +54,11 @@ def run_virtually(work: Coroutine[Any, Any, _T]) -> _T:
     try:
         return loop.run_until_complete(work)
     finally:
-        for task in asyncio.all_tasks(loop):
+        left = asyncio.all_tasks(loop)  # some only where it failed
+        for task in left:
             task.cancel()
-            task._log_destroy_pending = False  # type: ignore[attr-defined]  # nothing outside waits for it
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
         loop.close()
 
 
@@ -81,8 +83,8 @@ class Server:
 class Disk:
     """Two lanes, one each way, which share what the disk moves where both are busy.
 
-    Requests are cut into blocks; of those that wait in a lane, the one of the highest priority goes first, and of equals
-    the one that came first.
+    Requests are cut into blocks; of those that wait in a lane, the one of the highest priority goes first, and of
+    equals the one that came first.
 
     Args:
         read: bytes per second of reads alone.
