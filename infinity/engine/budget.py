@@ -296,9 +296,7 @@ def plan_within(model: nn.Module, config: Config, device: torch.device, plan: Ca
     )
 
 
-def least_budgets(
-    model: nn.Module, config: Config, device: torch.device, plan: Callable[[Config], Plan]
-) -> Config:
+def least_budgets(model: nn.Module, config: Config, device: torch.device, plan: Callable[[Config], Plan]) -> Config:
     """Budgets grown from nothing, as little as can be, until a plan fits its own: larger ones may mean larger units."""
     config = config.model_copy(update={"hbm": ByteSize(1), "ram": ByteSize(1)})
     while True:
