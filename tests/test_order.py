@@ -295,3 +295,27 @@ def test_a_ranking_never_loses_or_invents_a_member(data: st.DataObject) -> None:
             distances[:] = [float(i * 7919 % spread) for i in range(100)]
         assert sorted(latest_first(ranking)) == sorted(members)
         assert len(ranking) == len(members)
+
+
+class At:
+    """A member whose hash is, as that of most objects, where it lies in memory."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def __hash__(self) -> int:
+        return self.address
+
+
+def test_equals_are_ranked_by_what_came_before_and_not_by_where_they_are_in_memory() -> None:
+    def ranked(step: int) -> list[int]:
+        ranking: Ranking[At] = Ranking(lambda member: 1.0)
+        members = [At(number * step % 211) for number in range(200)]
+        for number, member in enumerate(members):
+            ranking.add(member)
+            if number % 3 == 0:
+                list(ranking.latest_first())
+        return [members.index(member) for _, member in ranking.latest_first()]
+
+    assert sorted(ranked(1)) == list(range(200))
+    assert ranked(1) == ranked(17) == ranked(97)

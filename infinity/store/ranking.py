@@ -28,7 +28,7 @@ _MAX_APART = 32
 
 
 class Ranking(Generic[T]):
-    """A set of hashable members, iterated by distance.
+    """A set of hashable members, iterated by distance; equals in an order that the calls so far determine.
 
     Args:
         distance: how far away the next use of a member is.
@@ -39,7 +39,7 @@ class Ranking(Generic[T]):
         self._sorted: deque[tuple[float, T]] = (
             deque()
         )  # by the distance at the time of sorting; some are members no more
-        self._listed: set[T] = set()  # the members whose place in the list still holds
+        self._listed: dict[T, None] = {}  # the members whose place in the list still holds
         self._apart: dict[T, None] = {}  # the other members
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Ranking(Generic[T]):
 
     def discard(self, member: T) -> None:
         """Let ``member`` leave, if it is in the set."""
-        self._listed.discard(member)
+        self._listed.pop(member, None)
         self._apart.pop(member, None)
 
     def latest_first(self) -> Iterator[tuple[float, T]]:
@@ -72,7 +72,7 @@ class Ranking(Generic[T]):
         while entries and (entries[0][1] not in listed or self._distance(entries[0][1]) > entries[0][0]):
             _, member = entries.popleft()
             if member in listed:
-                listed.remove(member)
+                del listed[member]
                 self._apart[member] = None
         if len(self._apart) > _MAX_APART:
             listed.update(self._apart)
