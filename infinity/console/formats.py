@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def format_bytes(num_bytes: float) -> str:
     """Bytes in decimal units (MB = 1e6, GB = 1e9), to three digits or so."""
@@ -29,3 +31,10 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_figure(value: float) -> str:
+    """A figure to three digits, never in powers of ten: ``0.00123``, ``1.23``, ``123``, ``12,345``."""
+    return (
+        f"{value:,.0f}" if value >= 100 else f"{value:.{max(2 - math.floor(math.log10(value)), 0)}f}" if value else "0"
+    )

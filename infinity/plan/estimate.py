@@ -20,6 +20,7 @@ from infinity.engine.speculation import pays_to_speculate
 from infinity.engine.summary import summarize
 from infinity.engine.tiling import tile_for_budget
 from infinity.engine.traffic import Work, moved, state_of
+from infinity.engine.unit import GRAD, GRAD_SUM, MASTER, PARAM, RESIDUAL, SCRATCH, UPPER
 from infinity.errors import BudgetError, ConfigError
 from infinity.plan.figures import Simulated
 from infinity.plan.machine import Machine
@@ -168,6 +169,7 @@ def make_plan(source: Source, config: Config, settings: PlanSettings, machine: M
         name=source.name,
         summary=summarize(plan, model, config, device),
         smallest=division.smallest(),
+        placed={} if step.simulated is None else _placed(step.simulated.places),
         moved=step.moved,
         simulated=step.simulated is not None,
         peaks={}
@@ -320,6 +322,20 @@ def _by_formula(
         seconds=max(processor, *busy.values()),
         busy=busy,
     )
+
+
+def _placed(places: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """What is where, by the names of ``Summary.kept``; memory that nothing stays in is left out."""
+    names = {PARAM: "parameters", GRAD: "gradients", GRAD_SUM: "gradients"}
+    names |= dict.fromkeys((MASTER, RESIDUAL, UPPER), "master weights")
+    placed: dict[str, dict[str, int]] = {}
+    for tier, kinds in places.items():
+        found = placed.setdefault(tier, {})
+        for kind, num_bytes in kinds.items():
+            if not kind.startswith(SCRATCH):
+                name = names.get(kind, "optimizer states")
+                found[name] = found.get(name, 0) + num_bytes
+    return placed
 
 
 def _bottleneck(step: _StepCost, device: torch.device) -> str:

@@ -23,6 +23,7 @@ class Simulated:
         device_peak_bytes: the most that device memory holds.
         host_peak_bytes: the most that host memory holds.
         traffic: bytes read and written by kind of shard.
+        places: where shards are when the last step ends, in bytes by tier and kind of shard.
     """
 
     seconds: float
@@ -37,6 +38,7 @@ class Simulated:
     device_peak_bytes: int
     host_peak_bytes: int
     traffic: Mapping[str, tuple[int, int]]
+    places: Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,13 @@ class Mark:
         totals: the fields of ``Simulated`` that add up, by name.
         stall_seconds: as there.
         traffic: as there.
+        places: as there.
     """
 
     totals: Mapping[str, float]
     stall_seconds: Mapping[str, float]
     traffic: Mapping[str, tuple[int, int]]
+    places: Mapping[str, Mapping[str, int]]
 
 
 def mean_step(first: Mark, last: Mark, num_steps: int, *, device_peak_bytes: int, host_peak_bytes: int) -> Simulated:
@@ -87,4 +91,5 @@ def mean_step(first: Mark, last: Mark, num_steps: int, *, device_peak_bytes: int
         device_peak_bytes=device_peak_bytes,
         host_peak_bytes=host_peak_bytes,
         traffic={kind: traffic_of(kind) for kind in last.traffic},
+        places=last.places,
     )

@@ -88,6 +88,14 @@ class PhantomStore(TieredStore):
             on_room=on_room,
         )
 
+    def places(self) -> dict[str, dict[str, int]]:
+        """Where shards are: bytes by kind in ``"host"`` memory, and those that are on ``"nvme"`` alone."""
+        found: dict[str, dict[str, int]] = {"host": {}, "nvme": {}}
+        for key, num_bytes in self._sizes.items():
+            kinds = found["host" if key in self.host.residency else "nvme"]
+            kinds[key.kind] = kinds.get(key.kind, 0) + num_bytes
+        return found
+
     async def _read_nvme(self, key: ShardKey, target: torch.Tensor, priority: Priority) -> None:
         assert key in self._on_nvme, f"{key} is nowhere"
         await self._move(target.nbytes, write=False, priority=priority)

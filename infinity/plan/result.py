@@ -66,6 +66,8 @@ class Plan:
         name: of the model.
         summary: what the state takes and what it leaves of each budget: ``engine.summary()``, to the byte.
         smallest: the smallest budgets that can train the model, ``"hbm"`` and ``"ram"``.
+        placed: bytes by tier, ``"host"`` and ``"nvme"``, and kind of state, when a step ends. Gradients are those of
+            steps that are still on the way. Empty where nothing was simulated.
         moved: bytes of a step by route: ``"nvme read"``, ``"nvme write"``, ``"host to device"``, ``"device to host"``,
             ``"all-gather"``, ``"reduce-scatter"``.
         simulated: whether ``moved`` and ``seconds`` come from steps in virtual time; else from formulas, which say the
@@ -86,6 +88,7 @@ class Plan:
     name: str
     summary: Summary
     smallest: Mapping[str, int]
+    placed: Mapping[str, Mapping[str, int]]
     moved: Mapping[str, int]
     simulated: bool
     peaks: Mapping[str, int]
@@ -116,6 +119,7 @@ class Plan:
             "kept": dict(summary.kept),
             "tiers": {name: asdict(tier) for name, tier in summary.tiers.items()},
             "smallest": dict(self.smallest),
+            "placed": {tier: dict(kinds) for tier, kinds in self.placed.items()},
             "moved": dict(self.moved),
             "simulated": self.simulated,
             "peaks": dict(self.peaks),

@@ -37,16 +37,16 @@ class PlanSettings(BaseModel):
     """Elements of all parameters, such as 7e9, with --layers and --hidden: for a model of which only this is known."""
 
     num_layers: Whole | None = Field(default=None, alias="layers")
-    """Transformer blocks. Without --model, --hf and --parameters: of the GPT of infinity train [default: 12]."""
+    """Transformer blocks. Without --model, --hf and --parameters: of the GPT of infinity train, 12 if not said."""
 
     hidden_size: Whole | None = Field(default=None, alias="hidden")
-    """Width of the residual stream [default: 512]."""
+    """Width of the residual stream, 512 if not said."""
 
     num_heads: Whole | None = Field(default=None, alias="heads")
-    """Attention heads per block [default: 8]."""
+    """Attention heads per block, 8 if not said."""
 
     vocab_size: Whole | None = Field(default=None, alias="vocab")
-    """Distinct tokens [default: 256, or 32000 with --parameters]."""
+    """Distinct tokens, 256 if not said, or 32000 with --parameters."""
 
     batch_size: Whole = Field(default=8, alias="batch")
     """Sequences per micro-batch, of each rank."""

@@ -309,4 +309,4 @@ class _Training:
             "disk_seconds": hardware.disk.moving_seconds,
             "optimizer_seconds": self._stepper.busy_seconds,
         }
-        return Mark(totals, dict(self._stalls), traffic)
+        return Mark(totals, dict(self._stalls), traffic, store.places())

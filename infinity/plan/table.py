@@ -4,38 +4,50 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from infinity.console.formats import format_bytes
+from infinity.console.formats import format_bytes, format_figure
 from infinity.plan.estimate import TooSmallError
 from infinity.plan.result import Plan
 
 
 def as_tables(plan: Plan) -> list[Table]:
-    """What is kept, what moves, how long it takes."""
-    return [_kept(plan), _step(plan)]
+    """What is kept where, what the budgets leave, what moves and how long it takes."""
+    return [_kept(plan), _tiers(plan), _step(plan)]
 
 
 def _kept(plan: Plan) -> Table:
     summary = plan.summary
     several = summary.num_ranks > 1
-    table = Table(title=f"infinity plan: {plan.name}, {summary.num_parameters:,} parameters")
-    table.add_column(no_wrap=True)
-    for column in ("bytes", "budget", "needed at least", "remains"):
+    columns = {"in memory": "host", "on NVMe": "nvme"} if plan.placed and "nvme" in summary.tiers else {}
+    table = Table(title=f"infinity plan: {plan.name}")
+    table.add_column(f"{summary.num_parameters:,} parameters", no_wrap=True)
+    for column in ("bytes", *columns):
         table.add_column(column, justify="right")
     for kind, size in summary.kept.items():
-        table.add_row(f"{kind}, 1/{summary.num_ranks}" if summary.is_slice(kind) else kind, format_bytes(size))
-    table.add_row(
-        "all state" + (" of a rank" if several else ""), format_bytes(sum(summary.kept.values())), end_section=True
-    )
-    for name, tier in summary.tiers.items():
-        budget = "" if tier.budget is None else format_bytes(tier.budget)
+        sizes = [size, *(plan.placed[tier].get(kind, 0) for tier in columns.values())]
+        name = f"{kind}, 1/{summary.num_ranks}" if summary.is_slice(kind) else kind
+        table.add_row(name, *(format_bytes(each) if each else "-" for each in sizes))
+    totals = [sum(summary.kept.values()), *(sum(plan.placed[tier].values()) for tier in columns.values())]
+    table.add_row("all state" + (" of a rank" if several else ""), *map(format_bytes, totals))
+    if columns:
+        table.caption = "where it is when a step ends; gradients: of what is still to be stepped"
+    return table
+
+
+def _tiers(plan: Plan) -> Table:
+    table = Table(title="budgets" + (" of a rank" if plan.summary.num_ranks > 1 else ""))
+    for column in ("", "budget", "holds", "needed at least", "remains"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for name, tier in plan.summary.tiers.items():
         least = {"device": plan.smallest["hbm"], "host": plan.smallest["ram"]}.get(name, tier.needed)
-        remains = format_bytes(tier.remains) + (" on disk" if tier.budget is None else "")
-        table.add_row(name, format_bytes(tier.holds), budget, format_bytes(least), remains)
+        remains = "" if tier.budget is None else format_bytes(tier.remains)
+        budget = "" if tier.budget is None else format_bytes(tier.budget)
+        table.add_row(name, budget, format_bytes(tier.holds), format_bytes(least), remains)
     return table
 
 
 def _step(plan: Plan) -> Table:
-    table = Table(title="one step" + (" of a rank" if plan.summary.num_ranks > 1 else ""), show_header=False)
+    several = plan.summary.num_ranks > 1
+    table = Table(title="one step" + (" of a rank" if several else ""), show_header=False)
     table.add_row("tokens", f"{plan.num_tokens:,}")
     most = "" if plan.simulated else "at most "
     for route, num_bytes in plan.moved.items():
@@ -43,16 +55,20 @@ def _step(plan: Plan) -> Table:
             table.add_row(route.replace("nvme", "NVMe"), most * route.startswith("nvme") + format_bytes(num_bytes))
     for name, seconds in plan.busy.items():
         if seconds:
-            table.add_row({"pcie": "PCIe"}.get(name, name), f"{seconds:.3g} s", end_section=name == "network")
-    table.add_row("predicted step", f"{plan.seconds:.3g} s, {plan.tokens_per_second:,.0f} tokens/s")
+            table.add_row({"pcie": "PCIe"}.get(name, name), f"{format_figure(seconds)} s")
+    table.add_section()
+    table.add_row("predicted step", f"{format_figure(plan.seconds)} s")
+    table.add_row("speed", f"{format_figure(plan.tokens_per_second)} tokens/s" + (" of all ranks" if several else ""))
     table.add_row("bottleneck", plan.bottleneck)
     if plan.tokens_to_hide_disk:
-        table.add_row("hides the disk", f"{plan.tokens_to_hide_disk:,} tokens per step and more")
+        table.add_row("disk is hidden from", f"{plan.tokens_to_hide_disk:,} tokens per step on")
     needed = plan.ranks_needed
     table.add_row("ranks needed", "more than were tried" if needed is None else f"{needed}")
     if (wear := plan.wear) is not None:
-        life = "nothing is written" if wear.days is None else f"{wear.days:,.0f} days, {wear.steps:,.0f} steps"
-        table.add_row(f"to {format_bytes(wear.endurance_bytes)} written", life)
+        life = "nothing is written"
+        if wear.days is not None and wear.steps is not None:
+            life = f"{format_figure(wear.days)} days, {wear.steps:,.0f} steps"
+        table.add_row(f"until {format_bytes(wear.endurance_bytes)} are written", life)
         table.add_row("written per day", format_bytes(wear.written_bytes_per_day))
     table.caption = f"speeds: {plan.machine.source}; MB = 1e6 bytes, GB = 1e9 bytes"
     return table
