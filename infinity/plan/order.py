@@ -7,6 +7,7 @@ them. What structure does not tell (a branch, a module called twice) is not in i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,8 @@ class Visit:
         unit: which.
         begins: else it ends.
         reads_backward: whether its backward reads the unit's parameters.
-        gradients: the parts of the unit that get gradients from its backward, the first to come first; where it begins.
+        gradients: elements of the gradients that come from its backward, by the unit's part, the first to come first;
+            where it begins.
         is_last: whether these are the last of the unit in a backward.
         share: of the arithmetic of all visits.
     """
@@ -31,7 +33,7 @@ class Visit:
     unit: Unit
     begins: bool
     reads_backward: bool = True
-    gradients: tuple[int, ...] = ()
+    gradients: tuple[tuple[int, int], ...] = ()
     is_last: bool = False
     share: float = 0.0
 
@@ -66,10 +68,13 @@ def visits(model: nn.Module, units: Sequence[Unit]) -> list[Visit]:
         for unit in needed:
             inside[unit.index] = inside.get(unit.index, 0) + 1
             params = [param for param in module.parameters() if place[param][0] == unit.index]
-            comes = {place[param][1] for param in params if param.requires_grad and param not in known}
+            comes: Counter[int] = Counter()
+            for param in params:
+                if param.requires_grad and param not in known:
+                    comes[place[param][1]] += param.numel()
             known.update(params)
             work = sum(param.numel() for param in params if param.dim() > 1) if reads or not is_leaf else 0
-            yield Visit(unit, True, reads, tuple(sorted(comes, reverse=True)), share=float(work))
+            yield Visit(unit, True, reads, tuple(sorted(comes.items(), reverse=True)), share=float(work))
         for child in module.children():
             yield from walk(child)
         has_gradient = has_gradient or any(param.requires_grad for param in module.parameters())

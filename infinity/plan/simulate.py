@@ -250,7 +250,7 @@ class _Training:
     async def _take_gradients(self, visit: Visit) -> None:
         """The gradients of a module come, those of its last part first (``engine/gradients.py``)."""
         store = self._store
-        for position in visit.gradients:
+        for position, num_elements in visit.gradients:
             part = self._plan.parts[visit.unit.parts[position].index]
             if not part.stepped:
                 continue
@@ -273,8 +273,9 @@ class _Training:
             self._gradients[part.index] = kind
             self._come.add(part.index)
             if self._on_accelerator:
-                await asyncio.sleep(part.param_bytes / self._machine.from_device)
-                store.counters.from_device += part.param_bytes
+                num_bytes = num_elements * part.compute_dtype.itemsize
+                await asyncio.sleep(num_bytes / self._machine.from_device)
+                store.counters.from_device += num_bytes
             store.release(part.key(kind), owner=TRAINING, dirty=True)
 
     async def _begin(self, units: list[Unit]) -> None:
