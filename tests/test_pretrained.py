@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import json
 import logging
@@ -190,6 +191,37 @@ def test_names_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not report_of(lambda: from_pretrained(directory), monkeypatch)
 
 
+_AUDIO = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+_HARD: dict[str, tuple[str, dict[str, object]]] = {
+    "DeepseekV3": ("ForCausalLM", {
+        **families_hf._SMALL, "num_key_value_heads": 2, "moe_intermediate_size": 16, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8,
+        "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_shared_experts": 1,
+    }),
+    "GptOss": ("ForCausalLM", {**families_hf._GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Wav2Vec2": ("ForCTC", {
+        **families_hf._SMALL, "conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3),
+        "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2,
+    }),
+    "Whisper": ("ForConditionalGeneration", {
+        **families_hf._SPECIAL, **_AUDIO, "vocab_size": 32, "d_model": 16, "num_mel_bins": 8, "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16, "max_source_positions": 16, "max_target_positions": 16, "decoder_start_token_id": 1,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(_HARD))
+def test_architectures_whose_files_have_other_tensors_or_names(tmp_path: Path, name: str) -> None:
+    head, fields = _HARD[name]
+    families_hf.make(name, head, fields)().save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    lazy, plain = both(tmp_path / "model", getattr(transformers, name + head))
+    with infinity.initialize(lazy, torch.optim.SGD(lazy.parameters(), lr=0.1), config(tmp_path)) as engine:
+        export_pretrained(engine, tmp_path / "out")
+    plain.save_pretrained(tmp_path / "expected")
+    expected = load_file(tmp_path / "expected" / "model.safetensors")
+    assert_tensors(load_file(tmp_path / "out" / "model.safetensors"), expected)
+
+
 def test_a_text_model_out_of_one_of_text_and_images(tmp_path: Path) -> None:
     text = {**families_hf._GROUPED, "head_dim": 8, "sliding_window": 4}
     vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -316,6 +348,11 @@ def pickled(directory: Path) -> None:
     (directory / "pytorch_model.bin").write_bytes(b"not to be read")
 
 
+def indexed(text: str) -> Callable[[Path], object]:
+    """What gives another index."""
+    return lambda directory: (directory / "model.safetensors.index.json").write_text(text)
+
+
 def configured(**fields: object) -> Callable[[Path], object]:
     """What changes fields of config.json."""
 
@@ -334,9 +371,14 @@ def configured(**fields: object) -> Callable[[Path], object]:
         (lambda d: sorted(d.glob("model-*"))[1].unlink(), StorageError, r"is missing.*model-00002"),
         (pickled, StorageError, r"pytorch_model\.bin, and only safetensors.*save_pretrained"),
         (lambda d: (d / "model.safetensors.index.json").unlink(), StorageError, "no weights are here"),
+        (indexed("{"), StorageError, r"model\.safetensors\.index\.json"),
+        (indexed('{"weight_map": {"a": "../a.safetensors"}}'), StorageError, r"model\.safetensors\.index\.json"),
+        (indexed('{"weight_map": {"a": "b.safetensors"}}'), StorageError, r"is missing.*b\.safetensors"),
         (lambda d: (d / "config.json").unlink(), StorageError, r"no config\.json"),
         (lambda d: (d / "config.json").write_text('{"model_type": "none"}'), ModelError, "no configuration"),
         (lambda d: (d / "config.json").write_text("{"), ModelError, "no configuration"),
+        (configured(num_hidden_layers="2"), ModelError, "no configuration.*num_hidden_layers"),
+        (configured(hidden_act="none"), ModelError, "cannot load the LlamaForCausalLM.*none"),
         (configured(quantization_config={"quant_method": "bitsandbytes"}), ModelError, "quantized.*made from"),
         (configured(architectures=["Trainer", "no_such"]), ModelError, r"no class of Transformers.*model_class"),
         (configured(model_type="new", auto_map={"AutoConfig": "code.Config"}), ModelError, "no configuration"),
@@ -349,9 +391,14 @@ def configured(**fields: object) -> Callable[[Path], object]:
         "file missing",
         "pickled",
         "no index",
+        "index no json",
+        "index outside",
+        "index of nothing",
         "no config",
         "unknown",
         "no json",
+        "field",
+        "activation",
         "quantized",
         "no class",
         "code",
@@ -394,8 +441,10 @@ def test_wrong_shapes_are_told_by_name_and_file(tmp_path: Path) -> None:
         ({"trust_remote_code": True}, "trust_remote_code=.*nothing that is read is run"),
         ({"load_in_4bit": True}, "quantized"),
         ({"use_safetensors": False}, "use_safetensors"),
+        ({"model_config": "config.json"}, r"model_config\): expected a configuration"),
         ({"model_class": nn.Linear}, "model_class"),
-        ({"config": {"hbm": 1}}, r"expected an infinity\.Config, got dict"),
+        ({"config": {"hmb": 1}}, "did you mean 'hbm'"),
+        ({"config": small("Llama")}, "expected infinity's, got a LlamaConfig"),
     ],
     ids=lambda each: "" if isinstance(each, str) else next(iter(each)),
 )
@@ -403,6 +452,33 @@ def test_arguments_that_mean_nothing_here(tmp_path: Path, fields: dict[str, Any]
     directory = saved(tmp_path, "Llama")
     with pytest.raises(ConfigError, match=message):
         from_pretrained(directory, **fields)
+
+
+@pytest.mark.parametrize(("variant", "name"), [(None, "model"), ("fp16", "model.fp16")])
+def test_of_a_repository_what_is_needed_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str | None, name: str
+) -> None:
+    asked: dict[str, Any] = {}
+    directory = saved(tmp_path, "Llama", max_shard_size="1GB")
+    (directory / "model.safetensors").rename(directory / f"{name}.safetensors")
+
+    def download(repository: str, **how: Any) -> str:
+        asked.update(how, repository=repository)
+        return str(tmp_path)
+
+    monkeypatch.setattr("infinity.integrations.transformers.sources.snapshot_download", download)
+    from_pretrained("owner/name", revision="v2", subfolder="model", variant=variant, force_download=True, token="t")
+    assert (asked["repository"], asked["revision"], asked["token"]) == ("owner/name", "v2", "t")
+    assert asked["force_download"] is True
+
+    def is_wanted(path: str) -> bool:
+        return any(fnmatch.fnmatch(path, pattern) for pattern in asked["allow_patterns"])
+
+    wanted = [f"{name}.safetensors", f"{name}-00001-of-00002.safetensors", "config.json", "tokenizer.model"]
+    assert all(is_wanted(file) and is_wanted(f"model/{file}") for file in wanted)
+    other = {"model": "model.fp16", "model.fp16": "model"}[name]
+    unwanted = [f"{other}.safetensors", f"{other}-00001-of-00002.safetensors", "pytorch_model.bin", "modeling.py"]
+    assert not any(map(is_wanted, unwanted))
 
 
 def test_an_old_version_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +512,7 @@ def test_a_repository_in_the_local_cache(tmp_path: Path) -> None:
 def test_budgets_that_cannot_hold_it_are_told_before_weights_are_read(tmp_path: Path) -> None:
     directory = saved(tmp_path, "Llama")
     with pytest.raises(BudgetError, match="Smallest budgets that would do"):
-        from_pretrained(directory, config(tmp_path, hbm="1KiB"))
+        from_pretrained(directory, {**config(tmp_path).model_dump(), "hbm": "1KiB"})
 
 
 def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -50,7 +51,7 @@ _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 def from_pretrained(
     path_or_dir: str | os.PathLike[str],
-    config: Config | None = None,
+    config: Config | dict[str, Any] | str | os.PathLike[str] | None = None,
     *,
     model_class: type[Any] | None = None,
     model_config: PretrainedConfig | None = None,
@@ -71,8 +72,8 @@ def from_pretrained(
     Args:
         path_or_dir: a directory with ``config.json`` and safetensors files, one or several with an index; or the name
             of a repository on the hub, which is downloaded into the local cache as Transformers does.
-        config: the engine's. If given, budgets that are too small for the model whatever the optimizer are refused
-            now. ``infinity.initialize`` checks all of it, too, before it reads weights.
+        config: the engine's, as ``infinity.initialize`` takes it. If given, budgets that are too small for the model
+            whatever the optimizer are refused now. ``infinity.initialize`` checks all of it before it reads weights.
         model_class: a class of Transformers, also an ``AutoModelFor...``; ``None``: the one that the model's
             configuration names.
         model_config: the model's configuration; ``None``: the one in the directory.
@@ -103,15 +104,21 @@ def from_pretrained(
             "pip install -U 'transformers>=5'"
         )
     _refuse(others)
-    if config is not None and not isinstance(config, Config):
+    if model_config is not None and not isinstance(model_config, PretrainedConfig):
         raise ConfigError(
-            f"from_pretrained(config): expected an infinity.Config, got {type(config).__name__}; the model's "
-            "configuration is model_config"
+            "from_pretrained(model_config): expected a configuration of Transformers, got a "
+            f"{type(model_config).__name__}"
         )
+    if isinstance(config, PretrainedConfig):
+        raise ConfigError(
+            f"from_pretrained(config): expected infinity's, got a {type(config).__name__}; the model's is model_config"
+        )
+    budgets = None if config is None else Config.of(config)
     directory = find_directory(
         path_or_dir,
         revision=revision,
         subfolder=subfolder,
+        variant=variant,
         cache_dir=cache_dir,
         token=token,
         local_files_only=local_files_only,
@@ -139,9 +146,9 @@ def from_pretrained(
     if model.can_generate() and loading.get("generation_config") is None:
         model.generation_config = _read_generation_config(directory)
     model.config.name_or_path = model.name_or_path = str(directory)
-    if config is not None:
-        _check_budgets(model, config)
-        _check_fp32(model, config)
+    if budgets is not None:
+        _check_budgets(model, budgets)
+        _check_fp32(model, budgets)
     return (model, info) if with_info else model
 
 
@@ -198,18 +205,12 @@ def _read_config(
     directory: Path, model_class: type[Any] | None, fields: Mapping[str, Any]
 ) -> tuple[PretrainedConfig, dict[str, Any]]:
     """The model's configuration with some fields changed, and those that it does not have."""
-    if (directory / "adapter_config.json").is_file():
-        raise StorageError(
-            "an adapter is here (adapter_config.json); give the directory of its base model, and put the adapter on "
-            "what is loaded with peft",
-            path=directory,
-        )
     if not (directory / "config.json").is_file():
         raise StorageError("there is no config.json in the model's directory", path=directory)
     kind: Any = getattr(model_class, "config_class", None) or AutoConfig
     try:
         found, others = kind.from_pretrained(directory, return_unused_kwargs=True, trust_remote_code=False, **fields)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ModelError(f"config.json in {directory} is no configuration that Transformers knows: {error}") from error
     others.pop("trust_remote_code", None)
     return found, others
@@ -270,7 +271,7 @@ def _load(
             if not how.keys() - _LOADING:
                 raise
             raise ConfigError(f"from_pretrained: an argument is not known to the {kind.__name__}: {error}") from error
-        except RuntimeError as error:  # what Transformers raises after its report
+        except (RuntimeError, ValueError, KeyError) as error:  # the first is what Transformers raises after its report
             raise ModelError(f"Transformers cannot load the {kind.__name__} in {directory}: {error}") from error
 
 

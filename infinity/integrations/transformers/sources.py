@@ -14,8 +14,8 @@ from infinity.engine.persistence.tensor_reading import StoredTensor, find_tensor
 from infinity.errors import ConfigError, StorageError
 from infinity.io.paths import user_path
 
-_WANTED = ["model*.safetensors", "*/model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-"""Weights, configurations, tokenizers and chat templates; no code, nothing pickled."""
+_BESIDE = ("*.json", "*.txt", "*.model", "*.spm", "*.tiktoken", "*.jinja")
+"""Configurations, tokenizers and chat templates; no code, nothing pickled."""
 
 _OTHERS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
 
@@ -25,6 +25,7 @@ def find_directory(
     *,
     revision: str | None,
     subfolder: str,
+    variant: str | None,
     cache_dir: str | os.PathLike[str] | None,
     token: str | bool | None,
     local_files_only: bool,
@@ -36,6 +37,7 @@ def find_directory(
         path: of a directory, or else the name of a repository on the hub, ``"owner/name"``.
         revision: of the repository: a branch, a tag or a commit.
         subfolder: where in it.
+        variant: of the weights; others are not downloaded.
         cache_dir: where repositories are kept.
         token: for private ones.
         local_files_only: take only what is in the cache.
@@ -43,7 +45,7 @@ def find_directory(
 
     Raises:
         ConfigError: ``path`` is neither.
-        StorageError: the repository, or that revision of it, cannot be had.
+        StorageError: the repository, or that revision of it, cannot be had; or an adapter is there.
     """
     given = user_path(path, "from_pretrained")
     if not given.is_dir():
@@ -52,6 +54,7 @@ def find_directory(
         given = _download(
             path,
             revision=revision,
+            allow_patterns=[*_BESIDE, *_patterns(variant)],
             cache_dir=None if cache_dir is None else Path(cache_dir),
             token=token,
             local_files_only=local_files_only,
@@ -60,6 +63,12 @@ def find_directory(
     found = given / subfolder
     if not found.is_dir():
         raise StorageError(f"there is no directory {subfolder!r} in the model's", path=given)
+    if (found / "adapter_config.json").is_file():
+        raise StorageError(
+            "an adapter is here (adapter_config.json); give the directory of its base model, and put the adapter on "
+            "what is loaded with peft",
+            path=found,
+        )
     return found
 
 
@@ -98,10 +107,17 @@ def _names(variant: str | None) -> tuple[str, str]:
     return f"model{middle}.safetensors", f"model.safetensors.index{middle}.json"
 
 
+def _patterns(variant: str | None) -> list[str]:
+    """Names of files of weights on the hub."""
+    stem = _names(variant)[0].removesuffix(".safetensors")
+    names = [f"{stem}.safetensors", f"{stem}-*-of-*.safetensors"]
+    return [*names, *(f"*/{name}" for name in names)]
+
+
 def _download(name: str | os.PathLike[str], **how: Any) -> Path:
     where = f"{name!r} is no directory here, and as the name of a repository on the hub"
     try:
-        return Path(snapshot_download(os.fspath(name), allow_patterns=_WANTED, **how))
+        return Path(snapshot_download(os.fspath(name), **how))
     except HFValidationError as error:
         raise ConfigError(f"from_pretrained: {where} it is not well formed: {error}") from error
     except LocalEntryNotFoundError as error:
