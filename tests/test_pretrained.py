@@ -232,6 +232,36 @@ def test_a_text_model_out_of_one_of_text_and_images(tmp_path: Path) -> None:
     both(tmp_path / "model", transformers.Gemma3ForCausalLM)
 
 
+def test_a_class_that_chooses_takes_the_part_for_text(tmp_path: Path) -> None:
+    text = {**families_hf._GROUPED, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 8, "patch_size": 4, "vision_output_dim": 16, "projector_input_dim": 16}
+    vision |= {"projector_output_dim": 16}
+    config = transformers.Llama4Config(text_config=text, vision_config=vision)
+    transformers.Llama4ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    both(tmp_path / "model", transformers.AutoModelForCausalLM)
+
+
+class HeadFirst(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+    """Its state dict has the head, which is tied to the embedding, first."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.__dict__["_modules"] = dict(sorted(self.__dict__["_modules"].items()))
+
+
+def test_of_tied_weights_the_name_that_others_are_tied_to_is_kept(tmp_path: Path) -> None:
+    model = HeadFirst(small("Llama", tie_word_embeddings=True))
+    assert next(iter(model.state_dict())) == "lm_head.weight"
+    model.save_pretrained(tmp_path / "model")
+    lazy, _ = both(tmp_path / "model", HeadFirst)
+    with infinity.initialize(lazy, torch.optim.SGD(lazy.parameters(), lr=0.1), config(tmp_path)) as engine:
+        export_pretrained(engine, tmp_path / "out")
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert names == load_file(tmp_path / "model" / "model.safetensors").keys()
+    assert "lm_head.weight" not in names
+
+
 def test_fields_of_the_configuration_are_changed(tmp_path: Path) -> None:
     directory = saved(tmp_path, "Llama")
     lazy, plain = both(directory, transformers.LlamaForCausalLM, attn_implementation="eager", rms_norm_eps=1e-3)
