@@ -89,9 +89,12 @@ def report_of(load: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> li
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
     logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.WARNING)  # other tests want less to be said
     try:
         load()
     finally:
+        logger.setLevel(before)
         logger.removeHandler(handler)
     return said
 
