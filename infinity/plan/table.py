@@ -83,4 +83,6 @@ def shortage_table(error: TooSmallError, budgets: dict[str, int]) -> Table:
         table.add_row(
             name, format_bytes(budgets[name]), f"{format_bytes(smallest)} ({smallest})", format_bytes(error.short[name])
         )
+    needed = error.ranks_needed
+    table.caption = "more ranks do not help" if needed is None else f"on {needed} ranks these budgets do"
     return table
