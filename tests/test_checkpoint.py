@@ -216,6 +216,28 @@ def test_gradients_that_wait_are_in_no_checkpoint(tmp_path: Path) -> None:
     run.end()
 
 
+def test_gradients_that_are_left_out_go_on_waiting(tmp_path: Path) -> None:
+    run = Run(None)
+    run.until(1)
+
+    def backward(run: Run) -> None:
+        inputs, targets = next(iter(run.loader))
+        run.engine.backward(torch.nn.functional.cross_entropy(run.engine(inputs), targets))
+
+    backward(run)
+    run.engine.save_checkpoint(tmp_path / "saved", leave_gradients_out=True)
+    run.engine.step()
+    other = Run(None)
+    other.until(1)
+    backward(other)
+    other.engine.step()
+    outcome, expected = run.end(), other.end()
+    assert all(torch.equal(outcome.weights[name], value) for name, value in expected.weights.items())
+    with infinity.open_checkpoint(tmp_path / "saved") as stored:
+        assert stored.step == 1
+        assert any(not torch.equal(stored.weights[name], value) for name, value in expected.weights.items())
+
+
 def test_open_checkpoint_reads_what_the_engine_had(tmp_path: Path) -> None:
     run = Run(None, precision="bf16")
     run.until(3)

@@ -123,7 +123,7 @@ class Checkpoints(Assembly):
         self._durability.join()
         return self._roll_back(self._durability.find(steps=steps))
 
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> CommitInfo:
+    def save_checkpoint(self, path: str | os.PathLike[str], *, leave_gradients_out: bool = False) -> CommitInfo:
         """Write the whole state into a directory of its own: weights, optimizer states, random states, what is tracked.
 
         With several ranks all of them call this, with the same path on a file system that all see. The checkpoint is
@@ -132,6 +132,8 @@ class Checkpoints(Assembly):
 
         Args:
             path: of the directory; a checkpoint that is there is replaced once the new one is whole.
+            leave_gradients_out: save also where gradients wait for a step. They go on waiting; who resumes begins that
+                step anew. Without commits only.
 
         Raises:
             ConfigError: ``path`` is no path.
@@ -141,7 +143,8 @@ class Checkpoints(Assembly):
             StorageError: it could not be written; what was at ``path`` stays.
         """
         self._settle("save_checkpoint")
-        self._refuse_gradients("save_checkpoint()")
+        if not leave_gradients_out or self.config.durability != "off":
+            self._refuse_gradients("save_checkpoint()")
         return self._durability.save(self._checkpoint_saver, path)
 
     def load_checkpoint(self, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> int:
