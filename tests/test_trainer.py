@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import infinity
 from infinity import ConfigError, DirectoryError, EngineStateError, ModelError, NoCommitError
 from infinity.engine.deferred import is_deferred
 from infinity.integrations.transformers import InfinityTrainer
+from infinity.integrations.transformers.arguments import _NOT_NEEDED, _REFUSED
 from launch import outputs, run_ranks
 from trainers import BUDGETS, arguments, both, gpt2, quiet, same, texts, told, weights
 
@@ -299,6 +302,17 @@ def test_what_cannot_be_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=what):
         ours(tmp_path, config=config, **fields)
+
+
+def test_every_argument_is_in_the_table_of_the_documentation() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "trainer.md").read_text(encoding="utf-8")
+    rows = [row for row in page.split("## Arguments")[1].splitlines() if row.startswith("| `")]
+    named = {name: row.split("|")[2] for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert fields - named.keys() == set()
+    refused = {name for name, words in named.items() if "**refused**" in words}
+    assert refused >= _REFUSED.keys()
+    assert all(name in named and "nothing to do" in named[name] for name in _NOT_NEEDED)
 
 
 def test_deepspeed_is_refused_and_what_is_not_needed_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
