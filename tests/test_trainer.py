@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,11 @@ from torch import nn
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import infinity
+import trainer_jobs
 from infinity import ConfigError, DirectoryError, EngineStateError, ModelError, NoCommitError
 from infinity.engine.deferred import is_deferred
 from infinity.integrations.transformers import InfinityTrainer
-from infinity.integrations.transformers.arguments import _NOT_NEEDED, _REFUSED
-from launch import outputs, run_ranks
+from infinity.integrations.transformers.arguments import NOT_NEEDED, REFUSED
 from trainers import BUDGETS, arguments, both, gpt2, quiet, same, texts, told, weights
 
 __all__ = ["quiet"]
@@ -311,8 +309,8 @@ def test_every_argument_is_in_the_table_of_the_documentation() -> None:
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert fields - named.keys() == set()
     refused = {name for name, words in named.items() if "**refused**" in words}
-    assert refused >= _REFUSED.keys()
-    assert all(name in named and "nothing to do" in named[name] for name in _NOT_NEEDED)
+    assert refused >= REFUSED.keys()
+    assert all(name in named and "nothing to do" in named[name] for name in NOT_NEEDED)
 
 
 def test_deepspeed_is_refused_and_what_is_not_needed_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -348,46 +346,11 @@ def test_what_there_is_not_to_go_on_from_is_said(tmp_path: Path) -> None:
         model.to(torch.float64)
 
 
-TWO_RANKS = """
-    import warnings
-    from pathlib import Path
-    warnings.filterwarnings("ignore", "No device id is provided")  # what a barrier of transformers says on CPUs
-    from trainers import *
-
-    root, data = Path(os.environ["ROOT"]), texts()
-    fields = dict(
-        save_strategy="steps", save_steps=2, max_steps=3, ddp_backend="gloo", max_grad_norm=0.0,
-        eval_strategy="steps", eval_steps=3, ddp_find_unused_parameters=False,
-    )
-
-    def make(kind, seed=0, **more):
-        args = arguments(root / kind.__name__, **fields)
-        return kind(gpt2(seed, dropout=0.0), args, train_dataset=data, eval_dataset=data[:6], **more)
-
-    plain = make(Trainer)
-    plain.train()
-    for checkpoint in (None, str(root / "InfinityTrainer" / "checkpoint-2")):
-        seed = 0 if checkpoint is None else 7
-        trainer = make(InfinityTrainer, seed, infinity_config={**BUDGETS, "nvme": str(root), "ram": "4MiB"})
-        trainer.train(resume_from_checkpoint=checkpoint)
-        state = weights(trainer)
-        assert same(state, weights(plain))
-        for entry, wanted in zip(told(trainer)[:4], told(plain)[:4], strict=True):
-            norms = [each.pop("grad_norm", 1.0) for each in (entry, wanted)]  # of slices, and so rounded otherwise
-            assert entry == wanted and abs(norms[0] - norms[1]) < 1e-6, (entry, wanted, norms)
-        trainer.save_model(str(root / "model"))
-        trainer.close()
-    files = {path.name for path in (root / "InfinityTrainer" / "checkpoint-2").iterdir()}
-    assert {"infinity", "model.safetensors", "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt"} <= files, files
-    if rank == 0:
-        torch.save(state, root / "state.pt")
-    torch.distributed.destroy_process_group()
-    print("fine")
-"""
-
-
 def test_two_ranks_train_as_two_ranks_of_the_plain_trainer(tmp_path: Path) -> None:
-    said = outputs(run_ranks(TWO_RANKS, 2, ROOT=str(tmp_path), PYTHONPATH=os.pathsep.join(sys.path)))
-    assert [lines.splitlines()[-1] for lines in said] == ["fine"] * 2
+    port = trainer_jobs.free_port()
+    codes = trainer_jobs.run(trainer_jobs.train_as_rank, (0, 2, port, tmp_path), (1, 2, port, tmp_path))
+    assert codes == [0, 0]
+    files = {path.name for path in (tmp_path / "InfinityTrainer" / "checkpoint-2").iterdir()}
+    assert files >= {"infinity", "model.safetensors", "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt"}
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "model")
     assert same(dict(loaded.state_dict()), torch.load(tmp_path / "state.pt", weights_only=True))

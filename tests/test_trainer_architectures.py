@@ -1,4 +1,4 @@
-"""Eleven architectures of ``transformers`` through ``InfinityTrainer``: losses, norms and weights are ``Trainer``'s."""
+"""Ten architectures of ``transformers`` through ``InfinityTrainer``: losses, norms and weights are ``Trainer``'s."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainers import both, quiet, same, told, weights
 __all__ = ["quiet"]
 
 _BATCH_OF = {"ViT": ("pixel_values", models.images)}
-_NAMES = ("GPT2", "Llama", "Mistral", "Qwen2", "Gemma2", "Bert", "T5", "ViT", "Mixtral", "Mamba", "OPT")
+_NAMES = ("GPT2", "Llama", "Qwen2", "Gemma2", "Bert", "T5", "ViT", "Mixtral", "Mamba", "OPT")
 _LOSSES = ["loss"] * 3 + ["eval_loss", "train_loss"]
 
 

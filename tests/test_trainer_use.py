@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ pytest.importorskip("transformers", reason="needs Hugging Face transformers, whi
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend
 
+import trainer_jobs
 from infinity import ConfigError, ModelError
 from infinity.integrations.transformers import InfinityTrainer
 from trainers import BUDGETS, VOCAB, arguments, both, gpt2, quiet, same, texts, told, weights
@@ -155,41 +153,10 @@ def test_training_goes_on_after_an_interrupt(where: str, tmp_path: Path) -> None
     agree(*each)
 
 
-_KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    from transformers import TrainerCallback
-    from trainers import *
-
-    class Dies(TrainerCallback):
-        def on_step_end(self, args, state, control, **named):
-            if state.global_step == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    torch.set_num_threads(1)
-    root = Path(sys.argv[1])
-    fields = dict(max_steps=7, save_strategy="steps", save_steps=2)
-    config = {**BUDGETS, "ram": "4MiB", "nvme": str(root), "durability": "checkpoint", "resume": "auto"}
-    InfinityTrainer(
-        gpt2(), arguments(root / "out", **fields), train_dataset=texts(), callbacks=[Dies()], infinity_config=config
-    ).train()
-"""
-
-
 def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    script = "\n".join(line[4:] for line in _KILLED.splitlines())
-    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent), *sys.path])
-    killed = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
     fields = {"max_steps": 7, "save_strategy": "steps", "save_steps": 2}
     config = {**BUDGETS, "ram": "4MiB", "nvme": str(tmp_path), "durability": "checkpoint", "resume": "auto"}
+    assert trainer_jobs.run(trainer_jobs.train_and_die, (tmp_path, fields, config)) == [-signal.SIGKILL]
     trainer = InfinityTrainer(
         gpt2(seed=9), arguments(tmp_path / "out", **fields), train_dataset=texts(), infinity_config=config
     )

@@ -14,7 +14,7 @@ _logger: Any = logging.get_logger(__name__)
 
 _OPTIMIZERS = {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"}
 
-_REFUSED: dict[str, str] = {
+REFUSED: dict[str, str] = {
     "deepspeed": "infinity takes the place of DeepSpeed; what its JSON says, Config.from_deepspeed reads",
     "fsdp": "infinity takes the place of FSDP; Config.stage says what ranks divide among them",
     "parallelism_config": "there is no tensor, context or sequence parallelism under infinity",
@@ -28,12 +28,14 @@ _REFUSED: dict[str, str] = {
     "directory: hf upload NAME model",
     "ddp_broadcast_buffers": "buffers are those of rank 0 at the start, and each rank's own from then on; leave it out",
 }
+"""What cannot be honoured, whatever else is said: the argument, why, and what to do."""
 
-_NOT_NEEDED: dict[str, str] = {
+NOT_NEEDED: dict[str, str] = {
     "ddp_find_unused_parameters": "a parameter without a gradient is not stepped, whether it was announced or not",
     "ddp_bucket_cap_mb": "gradients are summed unit by unit, within the budgets",
     "ddp_static_graph": "nothing is assumed about the graph",
 }
+"""What changes nothing: the argument, and why."""
 
 
 def settle(args: TrainingArguments, config: Config) -> Config:
@@ -47,7 +49,7 @@ def settle(args: TrainingArguments, config: Config) -> Config:
         ConfigError: an argument cannot be honoured, or says otherwise than the configuration; both are named.
     """
     _refuse(args, config)
-    for name, why in _NOT_NEEDED.items():
+    for name, why in NOT_NEEDED.items():
         if getattr(args, name, None) is not None:
             _logger.warning_once(f"TrainingArguments({name}=…) has nothing to do under infinity: {why}")
     changes: dict[str, Any] = {}
@@ -72,7 +74,7 @@ def settle(args: TrainingArguments, config: Config) -> Config:
 
 
 def _refuse(args: TrainingArguments, config: Config) -> None:
-    for name, why in _REFUSED.items():
+    for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"TrainingArguments({name}=…) is not supported: {why}")
     if getattr(args, "save_safetensors", True) is False:  # transformers 4
