@@ -19,7 +19,7 @@ from torch.nn.utils import prune
 import infinity
 import parity_models as models
 from accidents import two_groups
-from infinity import Config, Engine, ModelError
+from infinity import Config, Engine, EngineStateError, ModelError
 from parity import ENOUGH, assert_same, build
 from parity_models import GPT, WIDTH
 
@@ -262,3 +262,38 @@ def test_what_writes_to_a_parameter_before_taking_it_away_is_never_silent(
         change(layer)
     with pytest.raises(ModelError, match=r"qkv.weight was changed in place"):
         engine(*models.tokens(0))
+
+
+class _Adapted(nn.Linear):
+    """A model with the methods that adapter libraries give one."""
+
+    was_merged = False
+
+    def merge_and_unload(self) -> nn.Linear:
+        self.was_merged = True
+        return self
+
+    def unload(self) -> nn.Linear:
+        return self
+
+
+class _Cached(nn.Linear):
+    def unload(self) -> str:
+        return "the user's own"
+
+
+def test_adapters_are_neither_merged_nor_taken_out_until_the_values_are_back(tmp_path: Path) -> None:
+    model = nn.Sequential(_Adapted(2, 2), _Cached(2, 2))
+    adapted: Any = model[0]
+    with infinity.initialize(model, torch.optim.SGD(model.parameters()), Config(**ENOUGH, nvme=tmp_path)) as engine:
+        for change in (adapted.merge_and_unload, adapted.unload):
+            with pytest.raises(ModelError, match=r"of a _Adapted under the engine: .*0\.weight.*before infinity\.init"):
+                change()
+        assert model[1].unload() == "the user's own"  # type: ignore[operator]
+        state = dict(engine.state_dict())
+    with pytest.raises(EngineStateError, match=r"unload\(\) of a _Adapted: parameter 0\.weight has no value"):
+        adapted.unload()
+    assert not adapted.was_merged
+    model.load_state_dict(state)
+    assert adapted.merge_and_unload() is adapted
+    assert adapted.was_merged

@@ -1,10 +1,10 @@
 """What a model cannot do while its values are elsewhere: one clear error for each, instead of NaN or PyTorch's words.
 
-*Under an engine* a model cannot be copied, pickled, moved, converted, scripted, replicated or loaded into: its
-parameters hold placeholders. *After it*, also if it was closed by an error or forgotten, or failed half-way at start,
-the placeholders are all that is left. So forwards and ``state_dict()`` are refused too, module by module, until the
-values are back: through ``load_state_dict()``, which gets memory to copy into where it assigns nothing, or through
-``param.data``. Then every trace of the refusal goes.
+*Under an engine* a model cannot be copied, pickled, moved, converted, scripted, replicated or loaded into, nor can
+adapters be put in, taken out or merged: its parameters hold placeholders. *After it*, also if it was closed by an error
+or forgotten, or failed half-way at start, the placeholders are all that is left. So forwards and ``state_dict()`` are
+refused too, module by module, until the values are back: through ``load_state_dict()``, which gets memory to copy into
+where it assigns nothing, or through ``param.data``. Then every trace of the refusal goes.
 
 How: what ``copy``, ``pickle``, ``torch.jit`` and ``nn.Module`` itself look up on the *object* (``__deepcopy__``,
 ``__reduce_ex__``, ``_apply``, …) is shadowed in the module's ``__dict__``; the rest are module hooks. Rejected: a class
@@ -28,6 +28,18 @@ from infinity.engine.unit import Slot, Unit
 from infinity.errors import EngineStateError, ModelError
 
 _Change = Callable[[torch.Tensor], torch.Tensor]
+
+_EXCHANGES = (
+    "add_adapter",
+    "add_weighted_adapter",
+    "delete_adapter",
+    "load_adapter",
+    "merge_adapter",
+    "merge_and_unload",
+    "unload",
+    "unmerge_adapter",
+)
+"""Methods of adapter libraries that write to weights, or put parameters in or out; some would fail in silence."""
 
 
 class Refusals:
@@ -75,7 +87,10 @@ class Refusals:
 
     def _shadows_for(self, module: nn.Module) -> dict[str, Callable[..., Any]]:
         """What is looked up on ``module`` itself before its class."""
+        has_adapters = any(hasattr(type(module), name) for name in ("load_adapter", "merge_and_unload"))
+        exchanges = [name for name in _EXCHANGES if has_adapters and hasattr(type(module), name)]
         return {
+            **{name: functools.partial(self._exchange, module, name) for name in exchanges},
             "__deepcopy__": functools.partial(self._deepcopy, module),
             "__reduce_ex__": functools.partial(self._reduce, module),
             "__prepare_scriptable__": functools.partial(self._script, module),
@@ -127,6 +142,10 @@ class Refusals:
     def _reduce(self, module: nn.Module, protocol: int) -> Any:
         self._require_values(module, "copying or pickling (pickle, torch.save())")
         return module.__reduce_ex__(protocol)
+
+    def _exchange(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._require_values(module, f"{name}()")
+        return getattr(module, name)(*args, **kwargs)
 
     def _script(self, module: nn.Module) -> Any:
         self._require_values(module, "torch.jit.script()")
