@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infinity.io.backend import Priority
 from infinity.io.memory import PAGE_BYTES, allocate
@@ -120,7 +120,7 @@ def _box(
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink, size=size)
 
 
-def _say(axes: Axes, x: float, y: float, text: str, size: float = 9, colour: str = INK, **style: str) -> None:
+def _say(axes: Axes, x: float, y: float, text: str, size: float = 9, colour: str = INK, **style: Any) -> None:
     axes.text(x, y, text, size=size, color=colour, va="center", **style)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from infinity.engine.persistence.joined import open_checkpoint
     from infinity.engine.persistence.stored_state import StoredState
     from infinity.engine.persistence.tensor_reading import deferred_weights
+    from infinity.engine.replay import ReplayedLoader
     from infinity.errors import (
         BudgetError,
         ConfigError,
@@ -65,6 +66,7 @@ __all__ = [
     "RankFailedError",
     "RanksApartError",
     "RanksError",
+    "ReplayedLoader",
     "RouteStats",
     "ShortTransferError",
     "StepStats",
@@ -107,6 +109,7 @@ _HOMES = {
     "RankFailedError": "infinity.errors",
     "RanksApartError": "infinity.errors",
     "RanksError": "infinity.errors",
+    "ReplayedLoader": "infinity.engine.replay",
     "RouteStats": "infinity.trace.stats",
     "ShortTransferError": "infinity.errors",
     "StepStats": "infinity.trace.stats",

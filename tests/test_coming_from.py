@@ -67,7 +67,6 @@ def test_every_argument_has_a_row(sections: dict[str, str], title: str, made: An
 
 
 def test_settings_that_it_sends_to_exist(sections: dict[str, str]) -> None:
-    fields = set(Config.model_fields) | _OF_INFINITY
     ours = [ours for section in sections.values() for _, ours in _rows(section)]
     assert len(ours) > 60
     set_to = {name for cell in ours for name in re.findall(r"\b([a-z_]+)=", cell)}

@@ -298,6 +298,10 @@ def _warmup(**params: Any) -> dict[str, Any]:
         ({"scheduler": _warmup(warmup_num_steps=0)}, "scheduler.params of WarmupLR: warmup_num_steps: expected more"),
         ({"scheduler": _warmup(warmup_max_lr="nan")}, "scheduler.params.warmup_max_lr: expected finite numbers"),
         ({"scheduler": _warmup(warmup_type="cosine")}, "scheduler.params of WarmupLR: warmup_type: expected 'log'"),
+        (
+            {"optimizer": {"type": "LBFGS"}, "scheduler": _warmup(warmup_max_lr=[0.1, 0.2])},
+            "scheduler.params of WarmupLR for 2 groups of parameters: LBFGS",
+        ),
         ({"fp16": {"enabled": True, "loss_scale": 1e300}}, "configuration: fp16.loss_scale: "),
         ({"fp16": {"enabled": True, "initial_scale_power": 500}}, "fp16.initial_scale_power: expected .* 0 to 126"),
         ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, "bf16.enabled and bfloat16.enabled differ"),

@@ -46,7 +46,9 @@ MODELS: dict[str, Any] = {"gpt": lambda: GPT(SHAPE), "tied": Tied, "frozen": lam
 def plan(source: nn.Module | str | Path | None = None, /, **settings: Any) -> Plan:
     """A plan with nothing measured: one second of arithmetic per step, and an optimizer that goes through 1 GB/s."""
     given = {"device": "cpu", "compute_seconds": 1.0, "optimizer_speed": 1e9, **settings}
-    return infinity.plan(source, **{key: value for key, value in given.items() if value is not None})
+    root: Any = infinity  # the package of that name can be called, which no type checker sees
+    made: Plan = root.plan(source, **{key: value for key, value in given.items() if value is not None})
+    return made
 
 
 def least(model: nn.Module, **settings: Any) -> dict[str, int]:

@@ -52,7 +52,7 @@ class _Page(HTMLParser):
 
 
 def _build(directory: Path, configuration: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", directory, "-f", configuration]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(directory), "-f", str(configuration)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

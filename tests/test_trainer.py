@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,17 @@ def test_only_checkpoints_of_the_trainer_are_removed_and_the_best_is_loaded(tmp_
         assert left == {Path(best).name}
         assert trainer.args.save_total_limit == 1
         assert torch.load(Path(best) / "training_args.bin", weights_only=False).save_total_limit == 1
+
+
+def test_what_a_run_before_has_left_goes_first(tmp_path: Path) -> None:
+    old = tmp_path / "checkpoint-50"
+    old.mkdir()
+    (old / "trainer_state.json").write_text('{"global_step": 50}')
+    os.utime(old / "trainer_state.json", (1, 1))
+    trainer = ours(tmp_path, **{**SAVING, "max_steps": 4}, save_total_limit=2)
+    trainer.train()
+    trainer.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-4"}
 
 
 def test_a_saved_model_is_loaded_by_plain_transformers(tmp_path: Path) -> None:

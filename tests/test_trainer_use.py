@@ -153,6 +153,20 @@ def test_training_goes_on_after_an_interrupt(where: str, tmp_path: Path) -> None
     agree(*each)
 
 
+def test_an_interrupt_leaves_the_newest_checkpoint_beside_the_best(tmp_path: Path) -> None:
+    fields = {
+        "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 1,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+        "learning_rate": 2.0,
+    }  # fmt: skip
+    trainer: Any = made(InfinityTrainer, tmp_path, callbacks=[Stops("on_step_begin")], **fields)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.close()
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-1"
+    assert {path.name for path in (tmp_path / "InfinityTrainer").iterdir()} == {"checkpoint-1", "checkpoint-2"}
+
+
 def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     fields = {"max_steps": 7, "save_strategy": "steps", "save_steps": 2}
     config = {**BUDGETS, "ram": "4MiB", "nvme": str(tmp_path), "durability": "checkpoint", "resume": "auto"}

@@ -83,7 +83,13 @@ class SchedulerSpec:
                 raise wrong(f"scheduler.params.{name}", "finite numbers", value)
         num_groups = max([1, *(len(value) for value in self.params.values() if isinstance(value, list))])
         groups = [{"params": [torch.nn.Parameter(torch.zeros(1, 1))]} for _ in range(num_groups)]
-        self.make((optimizer or OptimizerSpec("AdamW")).make(groups))
+        spec = optimizer or OptimizerSpec("AdamW")
+        try:
+            made = spec.make(groups)
+        except WRONG_ARGUMENTS as error:  # LBFGS has one group only
+            expected = f"scheduler.params of {self.type} for {num_groups} groups of parameters"
+            raise ConfigError(f"DeepSpeed configuration: {expected}: {spec.type}: {error}") from error
+        self.make(made)
 
     def _kind(self) -> _Kind:
         kind: Any = _OF_DEEPSPEED.get(self.type) or getattr(lr_scheduler, self.type, None)

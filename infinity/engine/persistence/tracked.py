@@ -51,6 +51,7 @@ class Tracked:
             raise ModelError(
                 f"engine.track({name!r}): expected an object with state_dict() and load_state_dict(), got {got}"
                 + (f" without {missing[0]}()" if missing else " itself")
+                + ("; a loader gets them by infinity.ReplayedLoader(loader)" if missing and _is_data(tracked) else "")
             )
         if self._objects.get(name, tracked) is not tracked:
             raise ModelError(f"engine.track({name!r}): another object is tracked by that name")

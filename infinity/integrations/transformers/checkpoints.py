@@ -78,7 +78,7 @@ def newest_checkpoint(output_dir: Path) -> Path:
 
 
 def rotate(output_dir: Path, keep: int | None, best: str | None, *, newest_stays: bool = True) -> None:
-    """Remove the oldest whole checkpoints of a trainer, and nothing else.
+    """Remove the oldest whole checkpoints of a trainer, those that were written first, and nothing else.
 
     Args:
         output_dir: where they are.
@@ -88,7 +88,8 @@ def rotate(output_dir: Path, keep: int | None, best: str | None, *, newest_stays
     """
     if keep is None or keep <= 0:
         return
-    found = whole_checkpoints(output_dir)
+    # By age, as a run before may have left some of later steps.
+    found = sorted(whole_checkpoints(output_dir), key=lambda each: (each / TRAINER_STATE_NAME).stat().st_mtime_ns)
     protected = {Path(best).resolve()} if best is not None else set()
     if newest_stays and found:
         protected.add(found[-1].resolve())

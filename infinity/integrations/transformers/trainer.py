@@ -195,12 +195,13 @@ class InfinityTrainer(Trainer):
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._keep = limit
         try:
-            return super().train(checkpoint, *positional, **named)
+            outcome = super().train(checkpoint, *positional, **named)
         finally:
             self.accelerator.begins_anew = False
             self.args.save_total_limit = limit
-            if self.args.should_save and limit == 1 and self.state.best_model_checkpoint is not None:
-                rotate(Path(str(self.args.output_dir)), 1, self.state.best_model_checkpoint, newest_stays=False)
+        if self.args.should_save and limit == 1 and self.state.best_model_checkpoint is not None:
+            rotate(Path(str(self.args.output_dir)), 1, self.state.best_model_checkpoint, newest_stays=False)
+        return outcome
 
     def evaluation_loop(self, *positional: Any, **named: Any) -> Any:
         """See ``Trainer.evaluation_loop``: evaluation and prediction compute under the engine too."""
