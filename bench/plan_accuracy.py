@@ -110,8 +110,9 @@ def run_engine(shape: GPTShape, config: Config, batches: Sequence[int], num_step
     with infinity.initialize(model, optimizer, config) as engine:
         for batch in batches:
             steps = [take_step(engine, shape, batch) for _ in range(NUM_SETTLING + num_steps)][NUM_SETTLING:]
-            medians: list[Any] = [statistics.median(column) for column in zip(*steps, strict=True)]
-            yield Run(*medians, engine.summary())
+            names = [field.name for field in dataclasses.fields(Run)][:-1]
+            medians = dict(zip(names, map(statistics.median, zip(*steps, strict=True)), strict=True))
+            yield Run(**medians, summary=engine.summary())
 
 
 def take_step(engine: Engine, shape: GPTShape, batch: int) -> tuple[float, ...]:

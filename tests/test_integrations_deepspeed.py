@@ -424,7 +424,7 @@ def test_a_model_made_without_memory_has_the_values_that_it_would_have(caplog: p
     deepspeed.zero.register_external_parameter(nn.Linear(1, 1), nn.Parameter(torch.zeros(1)))
 
 
-def test_boundaries_of_accumulation() -> None:
+def test_boundaries_of_accumulation(tmp_path: Path) -> None:
     config = {"train_batch_size": 9, "gradient_accumulation_steps": 3, "optimizer": ADAMW}
     with under(config) as engine:
         seen = []
@@ -446,7 +446,8 @@ def test_boundaries_of_accumulation() -> None:
         with pytest.raises(ConfigError, match="multiple of 3"):
             engine.set_train_batch_size(7)
         with pytest.raises(EngineStateError, match="wait for a step"):
-            engine.save_checkpoint("nowhere")
+            engine.save_checkpoint(tmp_path / "new")
+        assert not (tmp_path / "new").exists()
         train(engine, 1)
 
     with under(config) as engine:  # the caller's own boundaries, and one step for several backwards

@@ -16,7 +16,7 @@ import pytest
 _REPOSITORY = Path(__file__).parents[1]
 _DOCS = _REPOSITORY / "docs"
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_FENCED = re.compile(r"^( *)(`{3,}).*?^ *\2", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^( *)(`{3,}).*?^ *\2|<!--.*?-->", re.MULTILINE | re.DOTALL)
 _LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
 """Elements that make a browser fetch something, and the attribute that says from where."""
 

@@ -6,6 +6,7 @@ infinity.checkpoint``, under any budgets, precision and number of ranks, and wit
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -71,11 +72,17 @@ class Checkpoints(nn.Module):
             not_needed("save_checkpoint(exclude_frozen_parameters=True)", "a checkpoint has all that resuming takes")
         directory = user_path(save_dir, "save_checkpoint")
         name = _tag(f"global_step{self.progress.global_steps}" if tag is None else tag)
+        was_there = directory.exists()
         with system_errors("making a directory", directory):
             directory.mkdir(parents=True, exist_ok=True)
         self.progress.client_state = dict(client_state or {})
         try:
             self.infinity.save_checkpoint(directory / name)
+        except BaseException:
+            if not was_there:
+                with contextlib.suppress(OSError):  # another rank's, or no longer empty
+                    directory.rmdir()
+            raise
         finally:
             self.progress.client_state = {}
         if save_latest and place().rank == 0:
