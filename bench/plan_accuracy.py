@@ -6,7 +6,8 @@ tokens, in fp32 and bf16. Each combination is planned first, from
 * the disk, measured through the engine's own tier;
 * forward and backward of plain PyTorch, for each model, dtype and number of tokens;
 * what an engine with another, smaller model takes beside: the optimizer's arithmetic on masters and on planes, a
-  gather, and the processor's time for a byte that moves. This is measured once, and then predicts all of them.
+  gather, the processor's time for a byte that moves, and how long who waits for a shard learns nothing. This is
+  measured once, and then predicts all of them.
 
 The exit code is 1 if a predicted step is off by more than 15%, or a byte of what a tier holds is another than the
 engine's, or anything moves where everything fits.
@@ -150,21 +151,30 @@ def calibrate(shape: GPTShape, precision: str, scratch: Path, disk: Machine, num
         step_seconds=0.0,
         gather_seconds=rest / max(memory.num_gathers, 1),
     )
-    config = config_for(shape, precision, SHARES["25%"], scratch)
-    [nvme] = run_engine(shape, config, [1], num_steps)
+    config, least = (config_for(shape, precision, SHARES[share], scratch) for share in ("25%", "least"))
+    [nvme], [lean] = (list(run_engine(shape, each, [1], num_steps)) for each in (config, least))
     state = sum(planned(shape, config, 1, compute, machine).summary.kept.values())
-    machine = dataclasses.replace(machine, planes=state / max(nvme.optimizer_seconds, 1e-9))
-    if precision == "fp32":
-        machine = dataclasses.replace(machine, planes=machine.optimizer)
-    low, high = 0.0, 2.0 / GB
-    for _ in range(12):  # what the processor pays for a byte, so that the prediction is what was measured
+    planes = machine.optimizer if precision == "fp32" else state / max(nvme.optimizer_seconds, 1e-9)
+    machine = dataclasses.replace(machine, planes=planes, latency_seconds=0.0)
+    for _ in range(2):  # one is seen best where much moves at a time, the other where each waits for the one before
+        machine = fitted(machine, "transfer", 2.0 / GB, (shape, config, compute), nvme.seconds)
+        machine = fitted(machine, "latency_seconds", 0.02, (shape, least, compute), lean.seconds)
+    return machine
+
+
+def fitted(
+    machine: Machine, name: str, most: float, combination: tuple[GPTShape, Config, float], measured: float
+) -> Machine:
+    """The machine with the value, of 0 to ``most``, at which a step on few tokens is predicted as it was measured."""
+    shape, config, compute = combination
+    low, high = 0.0, most
+    for _ in range(10):
         middle = (low + high) / 2
-        guess = dataclasses.replace(machine, transfer=middle)
-        if planned(shape, config, 1, compute, guess).seconds < nvme.seconds:
-            low = middle
-        else:
-            high = middle
-    return dataclasses.replace(machine, transfer=low)
+        guess: Any = {name: middle}
+        predicted = planned(shape, config, 1, compute, dataclasses.replace(machine, **guess)).seconds
+        low, high = (middle, high) if predicted < measured else (low, middle)
+    found: Any = {name: low}
+    return dataclasses.replace(machine, **found)
 
 
 def same_summary(plan: Plan, summary: Any) -> bool:
@@ -196,7 +206,8 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         machine = calibrate(QUICK if arguments.quick else CALIBRATION, precision, scratch, disk, num_steps)
         print(
             f"{precision}: optimizer {machine.optimizer / GB:.2f} GB/s, in planes {machine.planes / GB:.2f}, "
-            f"{machine.transfer * GB:.3f} s/GB moved, {machine.gather_seconds * 1e3:.2f} ms per gather", flush=True,
+            f"{machine.transfer * GB:.3f} s/GB moved, {machine.latency_seconds * 1e3:.2f} ms until it is known, "
+            f"{machine.gather_seconds * 1e3:.2f} ms per gather", flush=True,
         )  # fmt: skip
         for name, shape in shapes.items():
             for budget, share in SHARES.items():

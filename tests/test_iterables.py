@@ -176,3 +176,17 @@ def test_epochs_and_batches_are_counted_and_a_loop_that_was_left_begins_anew() -
     assert next(iter(loader)) == 1
     assert (loader.epoch, loader.num_batches) == (1, 1)
     assert list(loader) == [1, 2, 3]
+
+
+def test_each_epoch_is_told_its_number() -> None:
+    loader = ReplayedLoader(Stateless())
+    assert [[int(batch[0, 0]) for batch in loader] for _ in range(2)] == [[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]
+    again = ReplayedLoader(Stateless())
+    again.load_state_dict({**loader.state_dict(), "epoch": 3})
+    assert int(next(iter(again))[0, 0]) == 30
+    sampler = DistributedSampler(Samples(), num_replicas=2, rank=0)
+    list(ReplayedLoader(DataLoader(Samples(), sampler=sampler)))
+    loader = ReplayedLoader(DataLoader(Samples(), sampler=sampler))
+    list(loader)
+    list(loader)
+    assert sampler.epoch == 1

@@ -24,6 +24,7 @@ class Machine:
         planes: the same where weights are in planes.
         transfer: CPU seconds for each byte that moves between NVMe and host memory.
         request_seconds: CPU seconds for each shard that moves there.
+        latency_seconds: until who waits for a shard knows that it has moved; others move meanwhile.
         part_seconds: for each sub-group that is stepped, beside its bytes.
         gather_seconds: for each unit that is gathered.
         step_seconds: for each step.
@@ -42,6 +43,7 @@ class Machine:
     planes: float = 4 * GB
     transfer: float = 0.02 / GB
     request_seconds: float = 1e-4
+    latency_seconds: float = 1e-3
     part_seconds: float = 4e-4
     gather_seconds: float = 3e-4
     step_seconds: float = 2e-3

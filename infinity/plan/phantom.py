@@ -6,6 +6,7 @@ bytes would be moved or computed, time passes instead.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +115,7 @@ class PhantomStore(TieredStore):
         if seconds:
             await hardware.processor.work(seconds)
         await hardware.disk.move(num_bytes, write=write, priority=priority)
+        await asyncio.sleep(hardware.machine.latency_seconds)
 
 
 class _PhantomHost(HostTier):
