@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -330,3 +331,28 @@ def test_the_hub_gets_what_was_saved_when_it_is_asked_to(tmp_path: Path, monkeyp
     trainer.push_to_hub()
     trainer.close()
     assert sent == [{"README.md", "config.json", "generation_config.json", "model.safetensors", "training_args.bin"}]
+
+
+def test_adapters_train_as_in_the_plain_trainer_and_all_are_saved(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        model = gpt2()
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+        model.add_adapter("idle", peft.LoraConfig(r=3, target_modules=["c_proj"], fan_in_fan_out=True))
+        return model
+
+    each = []
+    for kind in EACH:
+        trainer: Any = made(kind, tmp_path, model=adapted(), max_steps=3, save_strategy="steps", save_steps=3)
+        torch.manual_seed(0)
+        trainer.train()
+        each.append(trainer)
+    agree(*each)
+    plain, ours = (tmp_path / kind.__name__ / "checkpoint-3" for kind in EACH)
+    for name in ("adapter_model.safetensors", "idle/adapter_model.safetensors"):
+        expected, found = (load_file(place / name) for place in (plain, ours))
+        assert found.keys() == expected.keys()
+        assert found
+        assert all(torch.equal(found[key], expected[key]) for key in expected), name

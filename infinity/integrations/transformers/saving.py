@@ -25,6 +25,11 @@ def save_pretrained(engine: Engine, directory: Path, *, writes: bool) -> None:
         InfinityError: see ``export_pretrained``.
     """
     model: Any = engine.module
+    if hasattr(model, "get_base_model"):  # PEFT's own, which may have adapters that are not trained now
+        from infinity.integrations.peft import save_adapters
+
+        save_adapters(engine, directory)
+        return
     if is_adapted(model):
         names = [name for name, param in model.named_parameters() if param.requires_grad]
         state = engine.state_dict()
