@@ -37,6 +37,9 @@ _INTRODUCTIONS = {
 }
 """Where the guide to an integration is."""
 
+_SAME = {"infinity.integrations.pytorch_lightning": "infinity.integrations.lightning"}
+"""Integrations that have what another one has, for another package."""
+
 _INNER = {
     "Accelerator": {"over", "prepare_model", "prepare_optimizer"},
     "DeepSpeedOptimizer": {"adopt", "release_user"},
@@ -105,6 +108,11 @@ def _integrations() -> Iterator[ModuleType]:
 
 
 def _integration(module: ModuleType) -> Iterator[str]:
+    if other := _SAME.get(module.__name__):
+        assert module.__all__ == importlib.import_module(other).__all__
+        package = module.__name__.rpartition(".")[2]
+        yield f"## `{module.__name__}`\n\nThe names of `{other}`, for the package `{package}`.\n"
+        return
     values = {name: getattr(module, name) for name in module.__all__}
     made = {name: value for name, value in values.items() if inspect.isfunction(value) or isinstance(value, type)}
     parts = [name for name, value in values.items() if isinstance(value, ModuleType)]
