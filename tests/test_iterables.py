@@ -184,9 +184,9 @@ def test_each_epoch_is_told_its_number() -> None:
     again = ReplayedLoader(Stateless())
     again.load_state_dict({**loader.state_dict(), "epoch": 3})
     assert int(next(iter(again))[0, 0]) == 30
-    sampler = DistributedSampler(Samples(), num_replicas=2, rank=0)
+    sampler: DistributedSampler[torch.Tensor] = DistributedSampler(Samples(), num_replicas=2, rank=0)
     list(ReplayedLoader(DataLoader(Samples(), sampler=sampler)))
-    loader = ReplayedLoader(DataLoader(Samples(), sampler=sampler))
-    list(loader)
-    list(loader)
+    shared = ReplayedLoader(DataLoader(Samples(), sampler=sampler))
+    list(shared)
+    list(shared)
     assert sampler.epoch == 1

@@ -75,6 +75,8 @@ def _is_mine_to_say(mine: Words, store: Store) -> bool:
         others = [words for words in _read(store) if words.rank != mine.rank]
         if mine.follows:
             if any(not words.follows for words in others):
+                if _hosts_store(mine.rank):  # others still look into it, and torch complains loudly if it goes
+                    time.sleep(_ALIKE_SECONDS + 2 * _POLL_SECONDS)
                 return False
         elif any(words.rank < mine.rank and words.kind == mine.kind for words in others):
             return False

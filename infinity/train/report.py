@@ -18,6 +18,7 @@ from rich.table import Table
 from infinity.config import Config
 from infinity.console.formats import format_bytes, format_share
 from infinity.trace import StepStats, TierUsage
+from infinity.train.foretold import Foretold
 from infinity.train.history import History
 from infinity.train.ranks import Ranks
 from infinity.train.settings import TrainSettings
@@ -47,6 +48,7 @@ class RunReport:
         commit: the last one, or ``None``.
         ranks: of each rank, what differs between them; see ``rank_documents``.
         transport: the way between ranks, in words.
+        foretold: what a plan says of a step, at the speeds of this run; in words why there is none, or ``None``.
     """
 
     num_parameters: int
@@ -64,6 +66,7 @@ class RunReport:
     commit: Mapping[str, Any] | None = None
     ranks: Sequence[Mapping[str, Any]] = ()
     transport: str = ""
+    foretold: Foretold | str | None = None
 
     def as_document(self) -> dict[str, Any]:
         """The figures as JSON holds them: bytes and seconds; losses of steps and evaluations exactly as computed."""
@@ -99,6 +102,7 @@ class RunReport:
             "commit": self.commit,
             "ranks": list(self.ranks),
             "transport": self.transport or None,
+            "foretold": asdict(self.foretold) if isinstance(self.foretold, Foretold) else self.foretold,
             "config": self.config.model_dump(mode="json"),
             "settings": self.settings.model_dump(mode="json", by_alias=True),
             "torch": torch.__version__,
@@ -137,6 +141,8 @@ class RunReport:
             table.add_row("ranks", f"{len(self.ranks)}, {self.transport}; speed is of all, other figures are of rank 0")
             sent = sum(self.ranks[0]["collective_bytes"].values()) / max(history.num_steps, 1)
             table.add_row("sent to other ranks", f"{format_bytes(sent)} per step")
+        if self.foretold is not None:
+            table.add_row("planned step", str(self.foretold))
         table.caption = "MB = 1e6 bytes, GB = 1e9 bytes"
         return table
 

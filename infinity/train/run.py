@@ -6,6 +6,7 @@ loss, a request to stop) is exchanged, so that all go the same way.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from contextlib import AbstractContextManager, ExitStack
 
@@ -17,11 +18,12 @@ from infinity.console.directories import nvme_directories
 from infinity.console.formats import format_bytes
 from infinity.console.interrupt import StopRequest
 from infinity.console.output import STANDARD_OUTPUT, check_output, write_json
-from infinity.errors import MicroBatchError
+from infinity.errors import InfinityError, MicroBatchError
 from infinity.rank_paths import nvme_for_rank
 from infinity.trace import Recorder, write_trace
 from infinity.train.data import Batch, Corpus, held_out_batches, load_corpus, training_batches
 from infinity.train.failures import memory_errors, refuse_divergence
+from infinity.train.foretold import Foretold, foretell
 from infinity.train.history import History
 from infinity.train.live import Display
 from infinity.train.ranks import ALONE, Ranks, open_ranks
@@ -110,6 +112,7 @@ def _run(
             ranks=rank_documents(ranks, trainer, history, peak_rss_bytes(), peak_accelerator_bytes(device)),
             transport=ranks.transport,
         )
+    report = dataclasses.replace(report, foretold=_foretold(report, device, ranks))
     console.print(report.as_table())
     if kept is not None:
         display.say(kept)
@@ -222,6 +225,14 @@ def evaluate(trainer: Trainer, batches: list[Batch], stop: StopRequest, ranks: R
             losses.append(trainer(tokens, targets).item())
     trainer.module.train()
     return ranks.mean(sum(losses) / len(losses), "adding up held-out losses") if len(losses) == len(batches) else None
+
+
+def _foretold(report: RunReport, device: torch.device, ranks: Ranks) -> Foretold | str | None:
+    """What a plan says of the run; in words why it says nothing, rather than to end a run that went well."""
+    try:
+        return foretell(report.settings, report.config, report.history, report.state_bytes, device, ranks.num_ranks)
+    except InfinityError as error:
+        return f"cannot be planned: {error}"
 
 
 def _check_files(settings: TrainSettings, ranks: Ranks) -> None:
