@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import signal
 from pathlib import Path
@@ -15,7 +14,6 @@ from rich.console import Console
 
 from infinity.config import Config
 from infinity.console.interrupt import StopRequest
-from infinity.train.foretold import Foretold
 from infinity.train.report import RunReport
 from infinity.train.run import run
 from infinity.train.settings import TrainSettings
@@ -130,28 +128,3 @@ def test_saved_weights_of_an_interrupted_run_are_those_of_its_last_step(tmp_path
     first, second = safetensors.torch.load_file(two_steps), safetensors.torch.load_file(stopped)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_a_plan_at_the_speeds_of_the_run_is_shown_beside_it(tmp_path: Path) -> None:
-    fits = train(Config(device="cpu", hbm="8MiB", ram="64MiB", nvme=tmp_path, accumulation_steps=1), steps=12)
-    assert isinstance(fits.foretold, Foretold)
-    assert fits.foretold.predicted_seconds > 0
-    assert fits.foretold.measured_seconds > 0
-    moved = [value for name, value in dataclasses.asdict(fits.foretold).items() if name.endswith("_bytes")]
-    assert moved == [0, 0, 0, 0]
-    assert str(fits.foretold) in shown(fits)
-    moves = train(Config(device="cpu", hbm="600KiB", ram="600KiB", nvme=tmp_path), steps=12)
-    assert isinstance(moves.foretold, Foretold)
-    assert min(moves.foretold.predicted_read_bytes, moves.foretold.measured_read_bytes) > 0
-    assert moves.as_document()["foretold"] == dataclasses.asdict(moves.foretold)
-    few = train(Config(device="cpu", hbm="8MiB", ram="64MiB", nvme=tmp_path), steps=3)
-    assert few.foretold is None
-    assert "planned step" not in shown(few)
-
-
-def shown(report: RunReport) -> str:
-    """The table, as wide as it wants to be."""
-    console = Console(file=io.StringIO(), width=300)
-    console.print(report.as_table())
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()

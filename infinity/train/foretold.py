@@ -51,9 +51,10 @@ class Foretold:
 
     def __str__(self) -> str:
         """``0.123 s predicted, 0.125 s measured (-2%); read …; written …``."""
-        off = self.predicted_seconds / self.measured_seconds - 1
-        predicted_seconds, measured_seconds = map(format_figure, (self.predicted_seconds, self.measured_seconds))
-        parts = [f"{predicted_seconds} s predicted, {measured_seconds} s measured ({off:+.0%})"]
+        seconds = (
+            f"{format_figure(self.predicted_seconds)} s predicted, {format_figure(self.measured_seconds)} s measured"
+        )
+        parts = [f"{seconds} ({self.predicted_seconds / self.measured_seconds - 1:+.0%})"]
         for name, predicted, measured in (
             ("read", self.predicted_read_bytes, self.measured_read_bytes),
             ("written", self.predicted_written_bytes, self.measured_written_bytes),
@@ -89,7 +90,7 @@ def foretell(
     settled = [step for step in history.step_stats[NUM_SETTLING:] if not step.commit_seconds]
     if len(settled) < FEWEST_STEPS:
         return None
-    computing, optimizing = _seconds_of_work(history)
+    computing, optimizing = _seconds_of_work(history, settled)
     if not computing or not optimizing:
         return None
     with torch.device("meta"):
@@ -115,11 +116,16 @@ def foretell(
     )
 
 
-def _seconds_of_work(history: History) -> tuple[float, float]:
-    """Of a step, the mean of all: forward and backward, and the optimizer."""
-    units, num_steps = history.unit_stats.values(), len(history.step_stats)
+def _seconds_of_work(history: History, settled: Sequence[StepStats]) -> tuple[float, float]:
+    """Of a settled step: forward and backward, and the optimizer.
+
+    What each unit took is known of all steps together; of single ones, how long anything computed.
+    """
+    units = history.unit_stats.values()
+    all_seconds = sum(step.compute_seconds for step in history.step_stats)
+    share = statistics.median(step.compute_seconds for step in settled) / all_seconds if all_seconds else 0.0
     computing = sum(unit.forward_seconds + unit.backward_seconds for unit in units)
-    return computing / num_steps, sum(unit.optimizer_seconds for unit in units) / num_steps
+    return share * computing, share * sum(unit.optimizer_seconds for unit in units)
 
 
 def _machine(steps: Sequence[StepStats], optimizer: float) -> Machine:
